@@ -1,0 +1,20 @@
+"""Kernels for tree speculative decoding: Triton on a GPU, a plain-torch twin elsewhere."""
+
+from jetflow_triton.activation import silu_mul
+from jetflow_triton.attention import tree_attention
+from jetflow_triton.kv import kv_move, kv_write
+from jetflow_triton.moe import moe_experts, moe_route
+from jetflow_triton.norm import add_rms_norm, rms_norm
+from jetflow_triton.rope import qk_norm_rope
+
+__all__ = [
+    "add_rms_norm",
+    "kv_move",
+    "kv_write",
+    "moe_experts",
+    "moe_route",
+    "qk_norm_rope",
+    "rms_norm",
+    "silu_mul",
+    "tree_attention",
+]

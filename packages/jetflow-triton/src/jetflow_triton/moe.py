@@ -1,0 +1,125 @@
+"""Mixture of experts: softmax → top-k routing and the routed gated MLPs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from jetflow_triton.activation import silu_mul_twin
+from jetflow_triton.checks import check_rows
+
+
+def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over the experts in float32, then the `top_k` largest; equal ones by the lower expert index.
+
+    Args:
+        logits: `[T, E]`.
+        top_k: experts a token, 1 … E.
+        renormalize: divide the chosen weights by their sum.
+
+    Returns:
+        Weights `[T, K]` float32 in falling order, and experts `[T, K]` int32.
+
+    Raises:
+        TypeError: `logits` is not floating point.
+        ValueError: `top_k` is out of range.
+    """
+    check_rows("logits", logits, 2)
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(
+            f"top_k is {top_k}: 1 … {logits.shape[1]} experts can be chosen"
+        )
+    return moe_route_twin(logits, top_k, renormalize)
+
+
+def moe_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor
+) -> Tensor:
+    """Sum over a token's experts of `weight * down[e] @ silu_mul(gate_up[e] @ x)`.
+
+    Args:
+        x: `[T, C]`.
+        gate_up: `[E, 2I, C]`, gate rows before up rows.
+        down: `[E, C, I]`.
+        weights: `[T, K]` float32.
+        experts: `[T, K]` int32 or int64 below E; a token's experts are distinct.
+
+    Returns:
+        `[T, C]`. The combine has a fixed order: the same input gives the same bits.
+
+    Raises:
+        TypeError: a dtype does not fit.
+        ValueError: a shape does not fit.
+    """
+    _check_experts(x, gate_up, down, weights, experts)
+    return moe_experts_twin(x, gate_up, down, weights, experts)
+
+
+def moe_route_twin(
+    logits: Tensor, top_k: int, renormalize: bool
+) -> tuple[Tensor, Tensor]:
+    """Plain-torch `moe_route`; a stable sort, since `topk` leaves the order of ties open."""
+    probs, order = torch.softmax(logits, -1, dtype=torch.float32).sort(
+        -1, descending=True, stable=True
+    )
+    weights = probs[:, :top_k]
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.contiguous(), order[:, :top_k].to(torch.int32)
+
+
+def moe_experts_twin(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor
+) -> Tensor:
+    """Plain-torch `moe_experts`: a loop over the experts that have tokens."""
+    top_k = experts.shape[1]
+    pairs = x.new_empty(experts.numel(), x.shape[1])
+    for expert, chosen in _tokens_by_expert(experts.flatten().tolist()).items():
+        index = torch.tensor(chosen, device=x.device)
+        rows = x.index_select(0, index // top_k)
+        pairs[index] = functional.linear(
+            silu_mul_twin(functional.linear(rows, gate_up[expert])), down[expert]
+        )
+    weighted = pairs.view(-1, top_k, x.shape[1]) * weights.unsqueeze(2)
+    return weighted.sum(1).to(x.dtype)
+
+
+def _tokens_by_expert(experts: list[int]) -> dict[int, list[int]]:
+    """Places in the flat `[T * K]` list, by expert."""
+    places: dict[int, list[int]] = {}
+    for place, expert in enumerate(experts):
+        places.setdefault(expert, []).append(place)
+    return places
+
+
+def _check_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor
+) -> None:
+    check_rows("x", x, 2)
+    check_rows("gate_up", gate_up, 3)
+    count, double, width = gate_up.shape
+    if width != x.shape[1] or double % 2:
+        raise ValueError(
+            f"gate_up has shape {tuple(gate_up.shape)}: [experts, 2 * inner, {x.shape[1]}] is needed"
+        )
+    if down.shape != (count, width, double // 2):
+        raise ValueError(
+            f"down has shape {tuple(down.shape)}: {[count, width, double // 2]} is needed"
+        )
+    if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+        raise TypeError(
+            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}: one dtype is needed"
+        )
+    if experts.is_floating_point():
+        raise TypeError(f"experts is {experts.dtype}: int32 or int64 is needed")
+    if experts.dim() != 2 or experts.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"experts has shape {tuple(experts.shape)}: [{x.shape[0]}, top_k] is needed"
+        )
+    if weights.shape != experts.shape:
+        raise ValueError(
+            f"weights has shape {tuple(weights.shape)}, experts has {tuple(experts.shape)}"
+        )
+    if weights.dtype is not torch.float32:
+        raise TypeError(f"weights is {weights.dtype}: float32 is needed")

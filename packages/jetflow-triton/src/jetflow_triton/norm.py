@@ -1,0 +1,78 @@
+"""RMS normalisation, alone and with the residual sum that precedes it (Zhang & Sennrich 2019)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from jetflow_triton.checks import check_rows, check_weight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dimension, any number of leading ones.
+
+    The mean and the division are float32; the normalised value is cast to `x.dtype` before it meets the weight, the
+    rounding order of the Hugging Face decoders. Differentiable in `x` and `weight`.
+
+    Raises:
+        TypeError: `x` or `weight` is not floating point.
+        ValueError: `weight` is not `[C]` for `x` of shape `[..., C]`.
+    """
+    check_rows("x", x)
+    check_weight("weight", weight, x.shape[-1])
+    return rms_norm_twin(x, weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns `(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` before it is normalised.
+
+    Raises:
+        TypeError: an input is not floating point, or `x` and `residual` differ in dtype.
+        ValueError: `residual` has not the shape of `x`, or `weight` is not `[C]`.
+    """
+    check_rows("x", x)
+    check_weight("weight", weight, x.shape[-1])
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"residual has shape {tuple(residual.shape)}, x has {tuple(x.shape)}: they must be equal"
+        )
+    if residual.dtype != x.dtype:
+        raise TypeError(
+            f"residual is {residual.dtype}, x is {x.dtype}: cast one of them"
+        )
+    return add_rms_norm_twin(x, residual, weight, eps)
+
+
+def rms_norm_twin(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Plain-torch `rms_norm`; without a weight it only normalises."""
+    wide = x if x.dtype is torch.float32 else x.float()
+    inverse_width, offset = _constants(x.shape[-1], eps, x.device)
+    # Constants as tensors: adding a Python scalar costs as much as this whole line in eager mode.
+    scale = torch.addcmul(
+        offset, (wide * wide).sum(-1, keepdim=True), inverse_width
+    ).rsqrt()
+    normed = wide * scale
+    if wide is not x:
+        normed = normed.to(x.dtype)
+    return normed if weight is None else normed * weight
+
+
+def add_rms_norm_twin(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Plain-torch `add_rms_norm`."""
+    total = x + residual
+    return rms_norm_twin(total, weight, eps), total
+
+
+@lru_cache(maxsize=64)
+def _constants(width: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`1 / width` and `eps` as float32 tensors."""
+    with torch.inference_mode(False):  # usable under autograd, whoever asks first
+        return torch.tensor(1.0 / width, device=device), torch.tensor(
+            eps, device=device
+        )
