@@ -1,0 +1,231 @@
+"""Who runs in a step, and with how many tokens. Pure Python: it knows requests and pages, no tensor."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jetflow_core.block_pool import BlockPool
+from jetflow_core.request import Request
+
+# Prefill gets at least this part of a step's tokens while decodes run, so that long prompts progress in every step.
+PREFILL_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Share:
+    """A request's part of a step: `known` >= 1 decided tokens from `num_cached` on, then up to `draft` tree nodes.
+
+    The tree hangs off the last known token; only a decoding request (`known` 1, all else cached) has one.
+    """
+
+    request: Request
+    known: int
+    draft: int
+
+
+class Scheduler:
+    """Running and waiting requests over one block pool, both in order of arrival.
+
+    Admission is first come, first served, so every running request is older than every waiting one. A preempted
+    request (always the youngest that runs) goes back to the front with its tokens and is computed again later.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        max_model_len: int,
+        draft_slots: int,
+    ) -> None:
+        """`draft_slots`: slots after `num_cached` that the drafter's own block needs, 0 without a head.
+
+        Raises ValueError when `max_running` < 1 or `max_batch_tokens` leaves no token for a prefill beside
+        `max_running` decodes.
+        """
+        if max_running < 1:
+            raise ValueError(f"max_running is {max_running}; it must be at least 1")
+        if max_batch_tokens <= max_running:
+            raise ValueError(
+                f"max_batch_tokens ({max_batch_tokens}) must exceed max_running ({max_running}): "
+                "each running request takes at least one token a step, and a prefill needs one beside them"
+            )
+        self.pool = pool
+        self.max_batch_tokens = max_batch_tokens
+        self.max_running = max_running
+        self.max_model_len = max_model_len
+        self.draft_slots = draft_slots
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self._arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises ValueError when its id is in use or the whole pool could never hold it."""
+        if any(request.id == other.id for other in self._all()):
+            raise ValueError(f"request id {request.id!r} is already in use")
+        need = self.pool.blocks_for(request.max_slots)
+        if need > self.pool.num_blocks:
+            raise ValueError(
+                f"request {request.id!r} may need {request.max_slots} cache slots, but the cache holds "
+                f"{self.pool.num_blocks * self.pool.page_size}: lower max_tokens, shorten the prompt or enlarge the cache"
+            )
+        assert request.status == "waiting" and not request.blocks, f"request {request.id} is not new"
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Drop a request and release its pages; None when it is not here (any more)."""
+        for request in self._all():
+            if request.id == request_id:
+                self.finish(request)
+                return request
+        return None
+
+    def finish(self, request: Request) -> None:
+        """Take a request out, running or waiting, and release its pages."""
+        assert request.status != "finished", f"request {request.id} is not here"
+        (self.running if request.status == "running" else self.waiting).remove(request)
+        self._release_all(request)
+        request.status = "finished"
+
+    def trim(self, request: Request) -> None:
+        """Release the blocks beyond what `num_cached` + 1 slots need; call it after a commit."""
+        keep = self.pool.blocks_for(request.num_cached + 1)
+        self.pool.release(request.blocks[keep:])
+        del request.blocks[keep:]
+
+    def plan(self) -> list[Share]:
+        """Shares of the next step in order of arrival, each with the blocks it needs.
+
+        Decodes come first with their budgets, prefills take what is left (and `PREFILL_SHARE` at least), so draft
+        trees shrink before any prefill waits. Empty only when there is no work.
+        """
+        preempted = self._secure_next_slots()
+        decodes = [r for r in self.running if r.is_decoding]
+        left = self.max_batch_tokens - len(decodes)
+        wanted = [r.budget if r.remaining > 1 else 0 for r in decodes]
+        prefill_limit = min(left, max(left - sum(wanted), int(self.max_batch_tokens * PREFILL_SHARE), 1))
+        prefills = [r for r in self.running if not r.is_decoding]
+        if not preempted:  # what a preemption has just freed must not be taken back in the same step
+            prefills += self._admit(prefill_limit - len(prefills))
+        known = self._plan_prefills(prefills, prefill_limit)
+        drafts = self._plan_drafts(decodes, fair_shares(wanted, left - sum(known.values())))
+        return [
+            Share(r, known.get(r.id, 1), drafts.get(r.id, 0)) for r in self.running if r.id in known or r.id in drafts
+        ]
+
+    def _secure_next_slots(self) -> bool:
+        """Give every running request a block for its next token, oldest first; tell whether that preempted any."""
+        preempted = False
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            while request.status == "running" and not self._extend(request, request.num_cached + 1):
+                self._preempt(self.running[-1])
+                preempted = True
+            index += 1
+        return preempted
+
+    def _preempt(self, request: Request) -> None:
+        assert len(self.running) > 1, f"request {request.id} does not fit in the pool alone"
+        self.running.remove(request)
+        self._release_all(request)
+        request.num_cached = 0
+        request.status = "waiting"
+        self.waiting.appendleft(request)
+
+    def _admit(self, limit: int) -> list[Request]:
+        """Move up to `limit` waiting requests to running while pages for all their tokens are free."""
+        admitted: list[Request] = []
+        promised = sum(self._missing_blocks(r) for r in self.running if not r.is_decoding)
+        while self.waiting and len(admitted) < limit and len(self.running) < self.max_running:
+            request = self.waiting[0]
+            promised += self._missing_blocks(request)
+            if not self.pool.can_allocate(promised):
+                break
+            self.waiting.popleft()
+            request.status = "running"
+            self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def _missing_blocks(self, request: Request) -> int:
+        """Blocks still to allocate until the request can decode its first new token."""
+        return self.pool.blocks_for(min(len(request.tokens) + 1, request.max_slots)) - len(request.blocks)
+
+    def _plan_prefills(self, prefills: Sequence[Request], limit: int) -> dict[str, int]:
+        """Chunk per request id. The oldest gets at least half, so that later short prompts pass beside a long one."""
+        needs = [len(r.tokens) - r.num_cached for r in prefills]
+        known: dict[str, int] = {}
+        if not needs:
+            return known
+        first = min(needs[0], max(-(-limit // 2), limit - sum(needs[1:])))
+        for request, chunk in zip(prefills, [first, *fair_shares(needs[1:], limit - first)], strict=True):
+            chunk = min(chunk, self._reachable(request))
+            if chunk:
+                self._extend(request, request.num_cached + chunk)
+                known[request.id] = chunk
+        return known
+
+    def _plan_drafts(self, decodes: Sequence[Request], shares: Sequence[int]) -> dict[str, int]:
+        """Draft nodes per request id, cut to what the free pages and the context hold."""
+        drafts: dict[str, int] = {}
+        for request, share in zip(decodes, shares, strict=True):
+            room = min(self._reachable(request), self.max_model_len - request.num_cached)
+            draft = min(share, room - 1) if room >= self.draft_slots else 0
+            if draft:
+                self._extend(request, request.num_cached + max(1 + draft, self.draft_slots))
+            drafts[request.id] = draft
+        return drafts
+
+    def _reachable(self, request: Request) -> int:
+        """Slots after `num_cached` in its blocks and all free ones."""
+        return (len(request.blocks) + self.pool.free) * self.pool.page_size - request.num_cached
+
+    def _extend(self, request: Request, slots: int) -> bool:
+        """Grow the block table to `slots` slots; False, with nothing changed, when the pool is short."""
+        more = max(0, self.pool.blocks_for(slots) - len(request.blocks))
+        if not self.pool.can_allocate(more):
+            return False
+        request.blocks += self.pool.allocate(more)
+        return True
+
+    def _release_all(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks.clear()
+
+    def _all(self) -> Iterator[Request]:
+        yield from self.running
+        yield from self.waiting
+
+
+def fair_shares(wanted: Sequence[int], total: int) -> list[int]:
+    """Divide `total` so that no share exceeds its wish and the smallest shares are as large as possible.
+
+    What cannot be divided goes to the earlier ones, a unit each.
+    """
+    left = total
+    for done, wish in enumerate(sorted(wanted)):
+        others = len(wanted) - done
+        if wish * others > left:
+            level = left // others
+            break
+        left -= wish
+    else:
+        return list(wanted)
+    shares = [min(wish, level) for wish in wanted]
+    left = total - sum(shares)
+    for index, wish in enumerate(wanted):
+        if left and wish > level:
+            shares[index] += 1
+            left -= 1
+    return shares
