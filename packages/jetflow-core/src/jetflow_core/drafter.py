@@ -1,0 +1,98 @@
+"""From anchors to draft trees: one pass of the head for all requests of a step.
+
+Shapes: R requests, B block slots, D = B − 1 draft depths, K candidates a depth, C head width, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetflow_core.batch import PagedAttention, Segment, build_batch
+from jetflow_core.head import DraftHead
+from jetflow_core.kv_cache import KVCache
+from jetflow_core.tree import Candidates, DraftTree, best_first_tree
+
+
+@dataclass(frozen=True)
+class DraftJob:
+    """One request's wish for a tree: its anchor token at `position`, a node budget besides the anchor, and a depth limit."""
+
+    anchor: int
+    position: int
+    blocks: Sequence[int]
+    budget: int
+    max_depth: int
+
+
+class HeadDrafter:
+    """Drafts with a JetFlow (or DFlash) head whose context lives in its own pages under the target's block tables.
+
+    `width` is the number K of candidates considered at each depth.
+    """
+
+    def __init__(self, head: DraftHead, num_blocks: int, page: int, width: int = 16) -> None:
+        config, dtype, device = head.config, head.norm.weight.dtype, head.norm.weight.device
+        self.head, self.page, self.width, self.device = head, page, width, device
+        self.tap_layers = config.target_layer_ids
+        self.block_slots = config.block_size
+        self.cache = KVCache(config.num_layers, num_blocks, page, config.num_kv_heads, config.head_dim, dtype, device)
+
+    def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write the context of newly committed tokens: taps [T, K·Ct] at `positions` [T] into physical `slots` [T]."""
+        pairs = self.head.context_kv(self.head.fuse(taps), positions)
+        for layer, (k, v) in enumerate(pairs):
+            self.cache.write(layer, k, v, slots)
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
+        """One tree a job, from one forward of the head over all blocks [anchor, MASK, …]."""
+        config = self.head.config
+        masks = [config.mask_token_id] * (config.block_size - 1)
+        segments = [Segment.chain([job.anchor, *masks], job.position, job.blocks) for job in jobs]
+        batch = build_batch(segments, self.page, self.device, bidirectional=not config.causal)
+        hidden = self.head(batch.input_ids, batch.positions, PagedAttention(self.cache, batch, config.head_dim))
+        hidden = hidden.view(len(jobs), config.block_size, -1)[:, 1:]
+        candidates = self._candidates(hidden, batch.input_ids[:: config.block_size])
+        return [
+            best_first_tree(job.anchor, candidate, job.budget, job.max_depth)
+            for job, candidate in zip(jobs, candidates, strict=True)
+        ]
+
+    def _candidates(self, hidden: Tensor, anchors: Tensor) -> list[Candidates]:
+        """Two stages without a loop over depths: the marginals name K tokens a depth, then all transitions are scored at once.
+
+        Depth 1 has one known parent, so its scores are exact over the draft vocabulary. Deeper transitions are normalised
+        over the candidates plus what the marginal leaves to all other tokens.
+        """
+        head, (requests, depths, _) = self.head, hidden.shape
+        pairwise = head.pairwise is not None
+        if pairwise:
+            hidden_first = head.condition(hidden[:, 0], anchors)[:, None]
+            scored = torch.cat([hidden_first, hidden[:, 1:]], dim=1)
+        else:
+            scored = hidden
+        logits = head.logits(scored.flatten(0, 1)).float().view(requests, depths, -1)
+        total = logits.logsumexp(-1, keepdim=True)
+        top, ids = logits.topk(min(self.width, logits.shape[-1]), dim=-1)
+        marginal = top - total
+        if pairwise and depths > 1:
+            scores = head.transitions(hidden[:, 1:], ids[:, :-1], ids[:, 1:]).float()
+            covered = marginal[:, 1:].exp().sum(-1, keepdim=True)
+            rest = total[:, 1:] + torch.log1p(-covered.clamp(max=1 - 1e-6))
+            norm = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest[..., None, :])
+            following = scores - norm
+        else:
+            following = marginal[:, 1:, None]
+        tokens = ids if head.draft_vocab is None else head.draft_vocab[ids]
+        return [
+            Candidates(*arrays)
+            for arrays in zip(_array(tokens), _array(marginal[:, 0]), _array(following), strict=True)
+        ]
+
+
+def _array(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    return tensor.cpu().numpy()

@@ -1,0 +1,284 @@
+"""The engine: plan, draft, verify, commit. One `step` serves every running request with one target forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from jetflow_core.batch import PagedAttention, Segment, build_batch
+from jetflow_core.block_pool import BlockPool
+from jetflow_core.drafter import DraftJob, HeadDrafter
+from jetflow_core.head import DraftHead
+from jetflow_core.kv_cache import KVCache
+from jetflow_core.model import Decoder
+from jetflow_core.request import Output, Request
+from jetflow_core.sampling import Choice, SamplingParams, choose
+from jetflow_core.scheduler import Scheduler, Share
+from jetflow_core.tokenizer import Detokenizer, Tokenizer
+from jetflow_core.tree import DraftTree, Ints, accept
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and budgets. Sizes are in tokens unless they say otherwise.
+
+    `budget`: draft nodes a request and step besides the anchor; 0 decodes autoregressively. `num_pages` None sizes the cache for
+    `max_running` requests of `max_model_len` within `cache_bytes`. `max_model_len` None is the model's own limit.
+    `candidates`: tokens the drafter considers at each depth.
+    """
+
+    budget: int = 8
+    page_size: int = 16
+    num_pages: int | None = None
+    cache_bytes: int = 2 << 30
+    max_batch_tokens: int = 1024
+    max_running: int = 32
+    max_model_len: int | None = None
+    candidates: int = 16
+
+    def __post_init__(self) -> None:
+        least = {"budget": 0, "page_size": 1, "cache_bytes": 1, "max_batch_tokens": 1, "max_running": 1, "candidates": 1}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} is {getattr(self, name)}: use {minimum} or more")
+        for name in ("num_pages", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: use 1 or more, or leave it out")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the target said of one share: rows of the batch to commit, in order, and the tokens that follow."""
+
+    share: Share
+    segment: Segment
+    rows: Ints  # rows of the flat batch whose tokens are now cached for good
+    tokens: list[int]  # new tokens of the request; empty while its prompt is not finished
+    failed: bool = False
+
+
+class Engine:
+    """Serves requests over one model, one optional draft head and one paged cache. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        head: DraftHead | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self.model, self.tokenizer = model, tokenizer
+        self.max_model_len = min(config.max_model_len or model.config.max_position_embeddings, _position_limit(model, head))
+        self.vocab_size = min(model.config.vocab_size, tokenizer.size if tokenizer else model.config.vocab_size)
+        self.device = model.embed.device
+        num_blocks = config.num_pages or self._default_blocks(head)
+        shape = model.config
+        self.cache = KVCache(
+            shape.num_layers, num_blocks, config.page_size, shape.num_kv_heads, shape.head_dim, model.embed.dtype, self.device
+        )
+        self.drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates) if head else None
+        self.scheduler = Scheduler(
+            BlockPool(num_blocks, config.page_size),
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            max_model_len=self.max_model_len,
+            draft_slots=self.drafter.block_slots if self.drafter else 0,
+        )
+        own_eos = tokenizer.eos_token_ids if tokenizer else ()
+        self._eos_ids = tuple(dict.fromkeys([*shape.eos_token_ids, *own_eos]))
+        self._created = 0
+
+    def _default_blocks(self, head: DraftHead | None) -> int:
+        shape, page = self.model.config, self.config.page_size
+        bytes_per_slot = KVCache.bytes_per_slot(shape.num_layers, shape.num_kv_heads, shape.head_dim, self.model.embed.dtype)
+        if head is not None:
+            own = head.config
+            bytes_per_slot += KVCache.bytes_per_slot(own.num_layers, own.num_kv_heads, own.head_dim, self.model.embed.dtype)
+        wanted = self.config.max_running * (self.max_model_len // page + 2)
+        return max(1, min(wanted, self.config.cache_bytes // (bytes_per_slot * page)))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work
+
+    def add(self, prompt_ids: Sequence[int], params: SamplingParams, budget: int | None = None) -> str:
+        """Queue a request and return its id. Raises ValueError for a prompt or parameters that can never be served.
+
+        `budget` overrides the engine's node budget for this request; without a draft head only 0 drafts nothing.
+        """
+        budget = self.config.budget if budget is None else budget
+        if budget < 0:
+            raise ValueError(f"budget is {budget}: use 0 (no drafting) or more")
+        self._created += 1
+        request = Request(
+            f"request-{self._created}",
+            prompt_ids,
+            params,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_ids=self._eos_ids,
+            detokenizer=self._detokenizer,
+            budget=budget if self.drafter else 0,
+        )
+        self.scheduler.add(request)
+        return request.id
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free its pages; False when it is not known (any more)."""
+        return self.scheduler.abort(request_id) is not None
+
+    def check_idle(self) -> None:
+        """Assert that nothing is left behind once every request has ended."""
+        assert not self.has_work
+        self.scheduler.pool.check_idle()
+
+    def _detokenizer(self) -> Detokenizer | _NoText:
+        return Detokenizer(self.tokenizer) if self.tokenizer else _NoText()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Advance every planned request: a chunk of its prompt, or one or more output tokens."""
+        shares = self.scheduler.plan()
+        if not shares:
+            return []
+        segments = self._draft(shares)
+        hidden, taps = self._forward(segments)
+        verified = self._verify(shares, segments, hidden)
+        self._commit(verified, taps)
+        return [output for item in verified if (output := self._advance(item)) is not None]
+
+    def _draft(self, shares: Sequence[Share]) -> list[Segment]:
+        """What each share puts through the target: its known tokens, or the tree drafted for its anchor."""
+        trees: dict[str, DraftTree] = {}
+        drafting = [share.request for share in shares if share.draft > 0]
+        if drafting and self.drafter is not None:
+            drafts = [share.draft for share in shares if share.draft > 0]
+            jobs = [
+                DraftJob(request.tokens[-1], request.num_cached, request.blocks, draft, request.remaining - 1)
+                for request, draft in zip(drafting, drafts, strict=True)
+            ]
+            trees = {request.id: tree for request, tree in zip(drafting, self.drafter.propose(jobs), strict=True)}
+        return [_segment(share, trees.get(share.request.id)) for share in shares]
+
+    def _forward(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, C] and taps [T, K·C] of one target pass over all segments."""
+        batch = build_batch(segments, self.config.page_size, self.device)
+        attend = PagedAttention(self.cache, batch, self.model.config.head_dim)
+        taps = self.drafter.tap_layers if self.drafter else ()
+        return self.model(batch.input_ids, batch.positions, attend, taps)
+
+    def _verify(self, shares: Sequence[Share], segments: Sequence[Segment], hidden: Tensor) -> list[Verified]:
+        """Let the target choose after every row that may decide a token, then walk each tree along its choices."""
+        starts = np.cumsum([0, *(len(segment.ids) for segment in segments)])
+        deciding = [_deciding_rows(share, segment) for share, segment in zip(shares, segments, strict=True)]
+        rows = np.concatenate([start + own for start, own in zip(starts, deciding, strict=False)])
+        choices = self._choose(shares, segments, deciding, hidden[torch.from_numpy(rows).to(self.device)])
+        verified: list[Verified] = []
+        for share, segment, start, chosen in zip(shares, segments, starts, choices, strict=False):
+            path, tokens = list(range(len(segment.ids))), [int(token) for token in chosen]
+            if segment.tree is not None:
+                path, tokens = accept(segment.tree, chosen)
+            verified.append(Verified(share, segment, start + np.array(path), tokens, failed=-1 in tokens))
+        return verified
+
+    def _choose(
+        self, shares: Sequence[Share], segments: Sequence[Segment], deciding: Sequence[Ints], hidden: Tensor
+    ) -> list[Ints]:
+        """The target's own choice after each deciding row, split by share; −1 where its logits are not finite."""
+        bounds = np.cumsum([0, *(len(own) for own in deciding)])
+        if bounds[-1] == 0:
+            return [np.empty(0, dtype=np.int64) for _ in shares]
+        asked = [
+            Choice(
+                rows=slice(int(low), int(high)),
+                params=share.request.params,
+                positions=torch.from_numpy(segment.prefix + segment.depths[own] + 1).to(self.device),
+                earliest_end=share.request.earliest_end,
+                end_ids=share.request.end_ids,
+                seed=share.request.seed,
+            )
+            for share, segment, own, low, high in zip(shares, segments, deciding, bounds, bounds[1:], strict=False)
+            if high > low
+        ]
+        chosen = choose(self.model.logits(hidden)[:, : self.vocab_size], asked).cpu().numpy()
+        return [chosen[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+
+    def _commit(self, verified: Sequence[Verified], taps: Tensor) -> None:
+        """Make the accepted rows part of the prefix: move their K/V to contiguous slots and write the drafter's context."""
+        page = self.config.page_size
+        source, target, positions = [], [], []
+        starts = np.cumsum([0, *(len(item.segment.ids) for item in verified)])
+        for item, start in zip(verified, starts, strict=False):
+            segment, own = item.segment, item.rows - start
+            order = np.arange(len(own))
+            source.append(segment.slots(segment.prefix + own, page))
+            target.append(segment.slots(segment.prefix + order, page))
+            positions.append(segment.prefix + order)
+        origin, place = np.concatenate(source), np.concatenate(target)
+        moved = origin != place
+        if moved.any():
+            self.cache.move(self._tensor(origin[moved]), self._tensor(place[moved]))
+        if self.drafter is not None:
+            rows = np.concatenate([item.rows for item in verified])
+            self.drafter.observe(taps[self._tensor(rows)], self._tensor(np.concatenate(positions)), self._tensor(place))
+
+    def _advance(self, item: Verified) -> Output | None:
+        """Hand the new tokens to the request and what it no longer needs back to the pool; None while its prompt is read."""
+        request = item.share.request
+        request.num_cached += len(item.rows)
+        if not item.tokens:
+            return None
+        error = "the model's logits are not finite, so this request was stopped" if item.failed else None
+        kept, text = ([], "") if error else request.append(item.tokens)
+        request.target_steps += 1
+        request.drafted += len(item.segment.ids) - 1 if item.segment.tree else 0
+        request.accepted += min(len(kept), len(item.tokens) - 1)
+        if error or request.finish_reason is not None:
+            self.scheduler.finish(request)
+        else:
+            self.scheduler.trim(request)
+        return Output(request.id, kept, text, request.finish_reason, error, request.usage())
+
+    def _tensor(self, array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+class _NoText:
+    """Stands in for a detokeniser where the engine runs on bare token ids."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def _segment(share: Share, tree: DraftTree | None) -> Segment:
+    request, start = share.request, share.request.num_cached
+    if tree is not None:
+        return Segment.of_tree(tree, start, request.blocks)
+    return Segment.chain(request.tokens[start : start + share.known], start, request.blocks)
+
+
+def _deciding_rows(share: Share, segment: Segment) -> Ints:
+    """Rows of a segment after which a token is to be chosen: every tree node, or the end of a finished prompt."""
+    if segment.tree is not None:
+        return np.arange(len(segment.ids))
+    complete = share.request.num_cached + share.known == len(share.request.tokens)
+    return np.array([share.known - 1] if complete else [], dtype=np.int64)
+
+
+def _position_limit(model: Decoder, head: DraftHead | None) -> int:
+    """Positions that both the target and the head can rotate."""
+    return min(len(model.cos_sin), head.config.max_position_embeddings if head else len(model.cos_sin))

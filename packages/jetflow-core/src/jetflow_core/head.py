@@ -1,0 +1,267 @@
+"""The JetFlow draft head: one forward over [anchor, MASK, …] gives the logits of every draft depth.
+
+Shapes: T tokens, C head width (= the target's), K taps, V target vocabulary, V' draft vocabulary, P inner width of the pairwise MLP.
+Source: PAPER "Method" (arXiv 2606.18394) and the DFlash/JetSpec checkpoint layout; the pairwise conditioning is ours.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+import jetflow_triton as ops
+from jetflow_core.config import HeadConfig
+from jetflow_core.layers import MLP, Attend, Attention, DecoderLayer, Linear, RMSNorm
+from jetflow_core.rope import rope_table
+from jetflow_core.weights import open_head
+
+
+class PairwiseMLP(nn.Module):
+    """Corrects a depth's hidden state for the token that precedes it on a branch.
+
+    delta = down(silu(g) · u) with (g, u) = previous(norm(embedding)) + hidden(h). The two input halves are separate, so that the
+    token half is a table over the draft vocabulary and the hidden half is computed once per depth.
+    """
+
+    def __init__(self, width: int, inner: int, eps: float) -> None:
+        super().__init__()
+        self.norm = RMSNorm(width, eps)
+        self.previous = Linear(width, 2 * inner)
+        self.hidden = Linear(width, 2 * inner)
+        self.down = Linear(inner, width)
+
+    def token_part(self, embedding: Tensor) -> Tensor:
+        """[T, C] embeddings of previous tokens to [T, 2P]."""
+        return self.previous(self.norm(embedding))
+
+    def combine(self, token_part: Tensor, hidden_part: Tensor) -> Tensor:
+        """[T, 2P] token and hidden halves to the correction [T, C]."""
+        return self.down(ops.silu_mul(token_part + hidden_part))
+
+
+class DraftHead(nn.Module):
+    """Qwen3-style layers over a block of slots, with the target's fused hidden states as extra context keys and values.
+
+    `embed` and `lm_head` [V, C] belong to the target: frozen, shared, never stored with the head.
+    Raises ValueError when the target's tables do not fit the configuration.
+    """
+
+    def __init__(self, config: HeadConfig, embed: Tensor, lm_head: Tensor, draft_vocab: Tensor | None = None) -> None:
+        super().__init__()
+        width = config.hidden_size
+        if embed.shape[1] != width or lm_head.shape[1] != width:
+            raise ValueError(f"draft head has hidden_size {width}, its target has {embed.shape[1]}: they do not belong together")
+        if config.mask_token_id >= embed.shape[0]:
+            raise ValueError(f"draft head has mask_token_id {config.mask_token_id}, the target's table has {embed.shape[0]} rows")
+        self.config = config
+        self.fc = Linear(len(config.target_layer_ids) * config.target_hidden_size, width)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.pairwise = (
+            PairwiseMLP(width, config.pairwise_size, config.rms_norm_eps) if config.branch_conditioning == "pairwise" else None
+        )
+        self.mask_embed = nn.Parameter(torch.zeros(width)) if config.learned_mask else None
+        self.cos_sin: Tensor
+        self.register_buffer("cos_sin", _table(config), persistent=False)
+        self._target = {"embed": embed, "lm_head": lm_head}  # a plain dict keeps the target's tables out of the parameters
+        self.draft_vocab: Tensor | None = None
+        self._rows = Linear(width, lm_head.shape[0])
+        self.set_draft_vocab(draft_vocab)
+        self._context: Linear | None = None
+        self._row_table: Tensor | None = None
+        self._token_table: Tensor | None = None
+
+    def set_draft_vocab(self, ids: Tensor | None) -> None:
+        """Restrict the logits to the target ids [V'] (ascending, unique); None scores the whole vocabulary."""
+        rows = self._target["lm_head"]
+        if ids is not None:
+            if ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= len(rows):
+                raise ValueError(f"draft vocabulary must hold int64 ids below {len(rows)}")
+            rows = rows[ids]
+        self.draft_vocab = ids
+        self._rows.weight = nn.Parameter(rows.detach(), requires_grad=False)
+
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Initialise for training: normal weights, and corrections that start at zero."""
+        for module in self.modules():
+            if isinstance(module, Linear) and module is not self._rows and module.weight is not None:
+                nn.init.normal_(module.weight, std=std)
+        if self.pairwise is not None and self.pairwise.down.weight is not None:
+            nn.init.zeros_(self.pairwise.down.weight)
+        if self.mask_embed is not None:
+            nn.init.normal_(self.mask_embed, std=std)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Context features [T, C] of concatenated target taps [T, K·Ct]."""
+        return self.hidden_norm(self.fc(taps))
+
+    def context_kv(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys (normed, rotated) and values [T, Hk, D] of context `features` [T, C] for every layer.
+
+        The features are the same for all layers, so one product with the stacked projections serves them all.
+        """
+        config = self.config
+        if self._context is not None:
+            stacked = self._context(features)
+        else:
+            stacked = functional.linear(features, self._context_weight())
+        stacked = stacked.view(len(features), config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        no_query = features.new_empty(len(features), 0, config.head_dim)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for index, layer in enumerate(self.layers):
+            attention = layer.attention
+            _, k = ops.qk_norm_rope(
+                no_query, stacked[:, index, 0], positions, self.cos_sin, attention.q_norm, attention.k_norm, attention.eps
+            )
+            pairs.append((k, stacked[:, index, 1]))
+        return pairs
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, C] (after the final norm) of block slots `input_ids` [T] at absolute `positions` [T]."""
+        x = functional.embedding(input_ids, self._target["embed"])
+        if self.mask_embed is not None:
+            x = torch.where((input_ids == self.config.mask_token_id)[:, None], self.mask_embed, x)
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            x, delta = layer(x, delta, positions, self.cos_sin, index, attend)
+        return self.norm.add(delta, x)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits [T, V'] of hidden states [T, C]."""
+        return self._rows(hidden)
+
+    def condition(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Hidden states [T, C] corrected for the target ids `previous` [T] before them; unchanged without conditioning."""
+        if self.pairwise is None:
+            return hidden
+        embedding = functional.embedding(previous, self._target["embed"])
+        return hidden + self.pairwise.combine(self.pairwise.token_part(embedding), self.pairwise.hidden(hidden))
+
+    def transitions(self, hidden: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+        """Conditional logits [..., P, K] of draft ids `children` [..., K] after draft ids `parents` [..., P] at hidden [..., C].
+
+        Equals `logits(condition(hidden, parent))` at the children's columns, at the cost of a few rows instead of the vocabulary.
+        Needs `pack`.
+        """
+        assert self.pairwise is not None and self._token_table is not None and self._row_table is not None
+        hidden_part = self.pairwise.hidden(hidden)[..., None, :]
+        inner = (self._token_table[parents] + hidden_part).flatten(0, -2)
+        corrected = self.pairwise.down(ops.silu_mul(inner)).view(*parents.shape, -1) + hidden[..., None, :]
+        return corrected @ self._row_table[children].transpose(-1, -2)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write `config.json` and `model.safetensors` (bfloat16, the public DFlash tensor names) into the folder `path`."""
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in _named_tensors(self)}
+        if self.draft_vocab is not None:
+            tensors["d2t"] = self.draft_vocab.clone()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, embed: Tensor, lm_head: Tensor) -> DraftHead:
+        """Read a head folder (or hub id) for the target whose tables are given, in the tables' dtype and device.
+
+        Raises CheckpointError naming file and tensor for anything missing, extra or mis-shaped.
+        """
+        config, source = open_head(path)
+        draft_vocab = None
+        if config.draft_vocab_size is not None:
+            draft_vocab = source.take("d2t", (config.draft_vocab_size,)).to(torch.int64)
+        head = cls(config, embed, lm_head, draft_vocab if draft_vocab is None else draft_vocab.to(embed.device))
+        with torch.no_grad():
+            for name, tensor in _named_tensors(head):
+                tensor.copy_(source.take(name, tuple(tensor.shape)))
+        source.finish(lambda name: False)
+        return head.to(device=embed.device, dtype=embed.dtype).requires_grad_(False).float_tables()
+
+    def float_tables(self) -> DraftHead:
+        """Keep the rotary table in float32 after a cast of the module."""
+        self.cos_sin = _table(self.config).to(self.cos_sin.device)
+        return self
+
+    def pack(self) -> None:
+        """Prepare for inference: stacked and packed weights, and the token half of the pairwise MLP as a table [V', 2P]."""
+        self._context = Linear(self.config.hidden_size, len(self._context_weight()))
+        self._context.weight = nn.Parameter(self._context_weight().detach(), requires_grad=False)
+        assert self._rows.weight is not None
+        self._row_table = self._rows.weight
+        if self.pairwise is not None:
+            embed = self._target["embed"]
+            with torch.no_grad():
+                self._token_table = self.pairwise.token_part(embed if self.draft_vocab is None else embed[self.draft_vocab])
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+
+    def _context_weight(self) -> Tensor:
+        """The k and v rows [L·2·Hk·D, C] of every layer's fused projection."""
+        first = self.config.num_heads * self.config.head_dim
+        return torch.cat([layer.attention.qkv.weight[first:] for layer in self.layers])
+
+
+def _table(config: HeadConfig) -> Tensor:
+    """Rotary rows for every context position and for the block that hangs off the last of them."""
+    limit = config.max_position_embeddings
+    return rope_table(config.rope, config.head_dim, limit + config.block_size, limit)
+
+
+def _layer(config: HeadConfig) -> DecoderLayer:
+    width, eps = config.hidden_size, config.rms_norm_eps
+    attention = Attention(width, config.num_heads, config.num_kv_heads, config.head_dim, eps, qk_norm=True)
+    return DecoderLayer(attention, MLP(width, config.intermediate_size), width, eps)
+
+
+def _named_tensors(head: DraftHead) -> list[tuple[str, Tensor]]:
+    """Every stored tensor under its file name; fused projections appear as the views of their parts."""
+    config = head.config
+    sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
+    named: list[tuple[str, Tensor]] = [
+        ("fc.weight", _weight(head.fc)),
+        ("hidden_norm.weight", head.hidden_norm.weight),
+        ("norm.weight", head.norm.weight),
+    ]
+    for index, layer in enumerate(head.layers):
+        assert isinstance(layer, DecoderLayer) and isinstance(layer.feed_forward, MLP)
+        prefix, attention = f"layers.{index}", layer.attention
+        named += [
+            (f"{prefix}.self_attn.{name}_proj.weight", part)
+            for name, part in zip("qkv", _weight(attention.qkv).split(sizes), strict=True)
+        ]
+        assert attention.q_norm is not None and attention.k_norm is not None
+        gate, up = _weight(layer.feed_forward.gate_up).chunk(2)
+        named += [
+            (f"{prefix}.self_attn.o_proj.weight", _weight(attention.o)),
+            (f"{prefix}.self_attn.q_norm.weight", attention.q_norm),
+            (f"{prefix}.self_attn.k_norm.weight", attention.k_norm),
+            (f"{prefix}.input_layernorm.weight", layer.input_norm.weight),
+            (f"{prefix}.post_attention_layernorm.weight", layer.post_attention_norm.weight),
+            (f"{prefix}.mlp.gate_proj.weight", gate),
+            (f"{prefix}.mlp.up_proj.weight", up),
+            (f"{prefix}.mlp.down_proj.weight", _weight(layer.feed_forward.down)),
+        ]
+    if head.pairwise is not None:
+        named += [
+            ("pairwise.norm.weight", head.pairwise.norm.weight),
+            ("pairwise.previous.weight", _weight(head.pairwise.previous)),
+            ("pairwise.hidden.weight", _weight(head.pairwise.hidden)),
+            ("pairwise.down.weight", _weight(head.pairwise.down)),
+        ]
+    if head.mask_embed is not None:
+        named.append(("mask_embed", head.mask_embed))
+    return named
+
+
+def _weight(linear: Linear) -> Tensor:
+    assert linear.weight is not None, "a packed head cannot be saved"
+    return linear.weight

@@ -1,0 +1,35 @@
+"""Pages as tensors: one tensor holds the keys and values of every layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import jetflow_triton as ops
+
+
+class KVCache:
+    """`pages` [layers, 2, blocks, page, Hk, D]: keys and values of all layers, addressed by block tables.
+
+    Memory is not cleared: no slot is read before it has been written.
+    """
+
+    def __init__(
+        self, layers: int, blocks: int, page: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.pages = torch.empty(layers, 2, blocks, page, heads, head_dim, dtype=dtype, device=device)
+        self.layers = [(keys, values) for keys, values in self.pages]
+
+    @staticmethod
+    def bytes_per_slot(layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Memory of one token's keys and values over all layers."""
+        return layers * 2 * heads * head_dim * dtype.itemsize
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Store k and v [T, Hk, D] of `layer` at physical `slots` [T]."""
+        keys, values = self.layers[layer]
+        ops.kv_write(k, v, keys, values, slots)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy physical slots `source` [M] to `target` [M] in every layer; the two may overlap."""
+        ops.kv_move(self.pages, source, target)

@@ -1,0 +1,130 @@
+"""Offline use: load a target and its head, generate and stream in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetflow_core.engine import Engine, EngineConfig
+from jetflow_core.head import DraftHead
+from jetflow_core.model import build_model
+from jetflow_core.request import Output, Usage
+from jetflow_core.sampling import SamplingParams
+from jetflow_core.tokenizer import Tokenizer
+from jetflow_core.weights import open_checkpoint
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished generation. `error` is set, and the rest holds what came before, when the request failed."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    error: str | None
+    usage: Usage
+
+    @property
+    def acceptance_length(self) -> float:
+        """τ: mean tokens committed by a target pass that decided any."""
+        return self.usage.completion_tokens / max(1, self.usage.target_steps)
+
+
+class LLM:
+    """A loaded engine with the calls a script wants.
+
+    >>> llm = LLM.load("path/to/model", head="path/to/head")
+    >>> llm.generate([llm.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])], SamplingParams(max_tokens=32))
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        head: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        config: EngineConfig | None = None,
+    ) -> LLM:
+        """Load `model` (folder, GGUF file or hub id) and optionally a draft `head` for it.
+
+        Raises ValueError (CheckpointError for files) naming what is wrong.
+        """
+        checkpoint = open_checkpoint(model)
+        decoder = build_model(checkpoint, dtype, device)
+        draft_head = None
+        if head is not None:
+            assert decoder.lm_head.weight is not None
+            draft_head = DraftHead.load(head, decoder.embed, decoder.lm_head.weight)
+            check_head(draft_head, decoder.config.num_layers, str(head))
+            draft_head.pack()
+        decoder.pack()
+        return cls(Engine(decoder, checkpoint.tokenizer, draft_head, config))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer. Raises ValueError for a checkpoint that has none."""
+        if self.engine.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer.json: work with token ids")
+        return self.engine.tokenizer
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], budget: int | None = None
+    ) -> list[Completion]:
+        """Run all `prompts` (token ids) in one batch; completions come in their order. `budget` as in `Engine.add`.
+
+        When one prompt is refused (ValueError), none has been queued.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters: give one for all or one each")
+        ids: list[str] = []
+        try:
+            ids += (self.engine.add(prompt, own, budget) for prompt, own in zip(prompts, each, strict=True))
+        except ValueError:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            raise
+        outputs: dict[str, list[Output]] = {request_id: [] for request_id in ids}
+        while self.engine.has_work:
+            for output in self.engine.step():
+                if output.request_id in outputs:
+                    outputs[output.request_id].append(output)
+        return [_join(outputs[request_id]) for request_id in ids]
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams, budget: int | None = None) -> Iterator[Output]:
+        """Yield the outputs of one prompt as they come; stopping early frees the request."""
+        request_id = self.engine.add(prompt, params, budget)
+        try:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        yield output
+                        if output.finish_reason or output.error:
+                            return
+        finally:
+            self.engine.abort(request_id)
+
+
+def check_head(head: DraftHead, num_layers: int, source: str) -> None:
+    """Raise ValueError when `head` was made for a target with another number of layers."""
+    if head.config.num_target_layers != num_layers:
+        raise ValueError(
+            f"draft head {source} belongs to a target with {head.config.num_target_layers} layers, this one has {num_layers}"
+        )
+
+
+def _join(outputs: Sequence[Output]) -> Completion:
+    last = outputs[-1]
+    return Completion(
+        [token for output in outputs for token in output.token_ids],
+        "".join(output.text for output in outputs),
+        last.finish_reason,
+        last.error,
+        last.usage,
+    )
