@@ -1,0 +1,1 @@
+"""OpenAI-compatible server, offline generation and benchmarks for JetFlow."""

@@ -1,0 +1,148 @@
+"""The `jetflow-serve` command: `serve` (the default), `generate` and `bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from jetflow_serve.demo import DEFAULT_BUDGET
+
+DESCRIPTION = """\
+Serve, try and measure a language model with lossless tree speculative decoding.
+
+Without a command it serves: `jetflow-serve` alone starts the demo model on http://127.0.0.1:8000, and
+`jetflow-serve --port 9000` is `jetflow-serve serve --port 9000`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit status. Users' mistakes are one line on stderr and status 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
+        arguments.insert(0, "serve")
+    options = build_parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (ValueError, OSError) as error:
+        print(f"jetflow-serve: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Start a command. Imports wait until here, so that --help and usage errors need no torch."""
+    if options.command == "generate":
+        from jetflow_serve.generate import generate  # noqa: PLC0415
+
+        return generate(options, _write)
+    if options.command == "bench":
+        from jetflow_serve.bench import bench  # noqa: PLC0415
+
+        return bench(options, _write, _write_progress)
+    from jetflow_serve.server import serve  # noqa: PLC0415
+
+    return serve(options, _write)
+
+
+def _write(text: str) -> None:
+    """Show `text` at once."""
+    print(text, end="", flush=True)
+
+
+def _write_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="jetflow-serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"jetflow-serve {version('jetflow-serve')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="an OpenAI-compatible HTTP server (the default)"))
+    _add_generate(commands.add_parser("generate", help="answer one prompt and print the speed-up"))
+    _add_bench(commands.add_parser("bench", help="measure budgets over prompts from files"))
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Serve /v1/chat/completions, /v1/completions, /v1/models, /health; documented at /docs."
+    _add_model_options(parser)
+    _add_budget(parser)
+    http = parser.add_argument_group("HTTP")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one (%(default)s)")
+    http.add_argument("--port", type=_at_least(0), default=8000, help="0 picks a free one (%(default)s)")
+    http.add_argument("--api-key", help="require `Authorization: Bearer KEY` under /v1 (none: open)")
+    http.add_argument("--served-model-name", help="the name clients use (the model's own)")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the answer as it comes, then tokens/s, τ (tokens a target pass) and the speed-up against the same "
+        "request at budget 0, which is run again for it."
+    )
+    parser.add_argument("prompt", help="what to say to the model")
+    _add_model_options(parser)
+    _add_budget(parser)
+    _add_sampling(parser, max_tokens=256)
+    parser.add_argument("--no-chat", action="store_true", help="continue the text as it is, without the chat template")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        'Run every prompt at budget 0 and at each budget in turn, one request at a time. Rows are {"id": ..., "turns": '
+        "[text, ...]}; the first turn is asked through the chat template. Prints medians with hardware and dtype."
+    )
+    parser.add_argument("--data", nargs="+", required=True, metavar="FILE.jsonl", help="one workload a file")
+    parser.add_argument("--budgets", default="8,16,32", help="draft nodes a pass, besides 0 (%(default)s)")
+    parser.add_argument("--prompts", type=_at_least(1), default=20, help="rows of each file (%(default)s)")
+    parser.add_argument("--repeats", type=_at_least(1), default=1, help="runs of each prompt and budget (%(default)s)")
+    parser.add_argument("--json", metavar="PATH", help="write the results there too")
+    _add_model_options(parser)
+    _add_sampling(parser, max_tokens=128)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help="folder, .gguf file or hub id (the demo, SmolLM2-135M-Instruct)")
+    model.add_argument("--head", help="draft head: folder or hub id (the demo's; none for another model)")
+    model.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="(%(default)s)"
+    )
+    model.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(%(default)s)")
+    limits = parser.add_argument_group("limits (in tokens unless they say otherwise)")
+    limits.add_argument("--max-model-len", type=_at_least(1), help="prompt and answer together (the model's own limit)")
+    limits.add_argument("--max-running", type=_at_least(1), help="requests that run at once; others wait")
+    limits.add_argument("--max-batch-tokens", type=_at_least(1), help="of one target pass; longer prompts go in chunks")
+    limits.add_argument("--num-pages", type=_at_least(1), help="pages of the KV cache (by the limits above and memory)")
+    limits.add_argument("--page-size", type=_at_least(1), help="slots of a page")
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget",
+        type=_at_least(0),
+        metavar="N",
+        help=f"draft nodes a request and pass; 0: no speculation ({DEFAULT_BUDGET} with a head, else 0)",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    parser.add_argument("--max-tokens", type=_at_least(1), default=max_tokens, metavar="N", help="(%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (%(default)s)")
+    parser.add_argument("--seed", type=int, help="of sampling (drawn at random)")
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    """An argparse type: an integer of at least `minimum`."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is too small: use {minimum} or more")
+        return value
+
+    return integer

@@ -1,0 +1,79 @@
+"""One timed generation, the unit of `generate` and `bench`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jetflow_core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from jetflow_core.llm import LLM
+    from jetflow_core.request import Output
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one request took. Decoding is everything after the target pass that gave the first token."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    prompt_s: float
+    decode_s: float
+    decode_tokens: int
+    decode_steps: int
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoded tokens a second; None when nothing was decoded after the first token."""
+        return self.decode_tokens / self.decode_s if self.decode_tokens else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """τ: decoded tokens a target pass."""
+        return self.decode_tokens / self.decode_steps if self.decode_steps else None
+
+
+def timed_run(
+    llm: LLM,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    budget: int | None = None,
+    on_text: Callable[[str], None] = lambda _: None,
+) -> Run:
+    """Run one request on an idle engine and time it; `on_text` gets text as it comes.
+
+    Raises ValueError when the engine refuses the request, RuntimeError when it fails while running.
+    """
+    outputs: list[Output] = []
+    times = [time.perf_counter()]
+    for output in llm.stream(prompt_ids, params, budget):  # an output a target pass, once the prompt is through
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        times.append(time.perf_counter())
+        outputs.append(output)
+        on_text(output.text)
+    return Run(
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        text="".join(output.text for output in outputs),
+        finish_reason=outputs[-1].finish_reason or "",
+        prompt_s=times[1] - times[0],
+        decode_s=times[-1] - times[1],
+        decode_tokens=sum(len(output.token_ids) for output in outputs[1:]),
+        decode_steps=len(outputs) - 1,
+    )
+
+
+def warm_up(llm: LLM, budgets: Sequence[int | None] = (None,)) -> None:
+    """Run a few tokens with each budget, so that kernels are compiled and memory is mapped before anyone waits."""
+    prompt = llm.tokenizer.encode("The quick brown fox", allow_special=False)
+    limit = min(WARM_UP_TOKENS, llm.engine.max_model_len - len(prompt))
+    if limit < 1:  # a context too small to try anything in
+        return
+    for budget in budgets:
+        timed_run(llm, prompt, SamplingParams(max_tokens=limit, ignore_eos=True), budget)
