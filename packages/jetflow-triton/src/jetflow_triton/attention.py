@@ -47,9 +47,7 @@ def tree_attention(
         ValueError: a shape or stride does not fit, or (checked on the CPU) a table is too short.
     """
     _check(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask)
-    return tree_attention_twin(
-        q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask, scale
-    )
+    return tree_attention_twin(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask, scale)
 
 
 def tree_attention_twin(
@@ -94,15 +92,11 @@ class _Share:
     start: int  # its slots are start … start + length − 1 of the flat cache,
     length: int
     slots: Tensor | None  # or these, where its blocks do not follow each other
-    bias: (
-        Tensor | None
-    )  # [(last − first) * group, length], 0 where visible, −inf elsewhere; None: all visible
+    bias: Tensor | None  # [(last − first) * group, length], 0 where visible, −inf elsewhere; None: all visible
     blind: Tensor | None  # rows * group that see nothing
 
 
-def _attend(
-    q: Tensor, k_flat: Tensor, v_flat: Tensor, share: _Share, group: int, scale: float
-) -> Tensor:
+def _attend(q: Tensor, k_flat: Tensor, v_flat: Tensor, share: _Share, group: int, scale: float) -> Tensor:
     """`[rows, Hq, D]`. The query heads of one KV head are packed as rows, so K and V are not repeated."""
     rows, (_, heads, width) = share.last - share.first, q.shape
     if share.slots is None:
@@ -110,11 +104,7 @@ def _attend(
         v = v_flat[share.start : share.start + share.length]
     else:
         k, v = k_flat.index_select(0, share.slots), v_flat.index_select(0, share.slots)
-    packed = (
-        q[share.first : share.last]
-        .unflatten(1, (heads // group, group))
-        .transpose(0, 1)
-    )
+    packed = q[share.first : share.last].unflatten(1, (heads // group, group)).transpose(0, 1)
     packed = packed.reshape(1, heads // group, rows * group, width)
     out = scaled_dot_product_attention(
         packed,
@@ -147,9 +137,7 @@ def _shares(
         length = prefix + last - first
         blocks = block_tables[b][: -(-length // page)]
         if len(blocks) * page < length:
-            raise ValueError(
-                f"block_tables has {len(blocks)} blocks of {page} for the {length} slots of sequence {b}"
-            )
+            raise ValueError(f"block_tables has {len(blocks)} blocks of {page} for the {length} slots of sequence {b}")
         words = None if tree_mask is None else tree_mask[first:last]
         bias, blind = _bias(_visible(last - first, prefix, words), group, dtype)
         joined = all(later == sooner + 1 for sooner, later in pairwise(blocks))
@@ -163,24 +151,18 @@ def _slots(blocks: tuple[int, ...], page: int, length: int) -> Tensor:
     return (starts.unsqueeze(1) + torch.arange(page)).flatten()[:length]
 
 
-def _visible(
-    rows: int, prefix: int, words: tuple[tuple[int, ...], ...] | None
-) -> Tensor:
+def _visible(rows: int, prefix: int, words: tuple[tuple[int, ...], ...] | None) -> Tensor:
     """`[rows, prefix + rows]` bool: what each query sees."""
     visible = torch.ones(rows, prefix + rows, dtype=torch.bool)
     if words is None:
         visible[:, prefix:].tril_()
     else:
-        bits = torch.tensor(words, dtype=torch.int32).unsqueeze(2) >> torch.arange(
-            32, dtype=torch.int32
-        )
+        bits = torch.tensor(words, dtype=torch.int32).unsqueeze(2) >> torch.arange(32, dtype=torch.int32)
         visible[:, prefix:] = (bits & 1).flatten(1)[:, :rows]
     return visible
 
 
-def _bias(
-    visible: Tensor, group: int, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
+def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     if bool(visible.all()):
         return None, None
     visible = visible.repeat_interleave(group, 0)
@@ -188,9 +170,7 @@ def _bias(
     bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
     if not bool(blind.any()):
         return bias, None
-    return bias.masked_fill_(
-        blind.unsqueeze(1), 0.0
-    ), blind  # a row of −inf would be NaN
+    return bias.masked_fill_(blind.unsqueeze(1), 0.0), blind  # a row of −inf would be NaN
 
 
 def _check(
@@ -210,25 +190,15 @@ def _check(
     tokens, heads, width = q.shape
     kv_heads = k_cache.shape[2]
     if k_cache.shape[3] != width or heads % kv_heads:
-        raise ValueError(
-            f"k_cache has shape {tuple(k_cache.shape)}: it does not fit q of shape {tuple(q.shape)}"
-        )
+        raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}: it does not fit q of shape {tuple(q.shape)}")
     if v_cache.shape != k_cache.shape:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}, k_cache has {tuple(k_cache.shape)}"
-        )
+        raise ValueError(f"v_cache has shape {tuple(v_cache.shape)}, k_cache has {tuple(k_cache.shape)}")
     if k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
-        raise TypeError(
-            f"q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}: one dtype is needed"
-        )
+        raise TypeError(f"q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}: one dtype is needed")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(
-            "k_cache and v_cache must be contiguous: pass whole layers of the cache"
-        )
+        raise ValueError("k_cache and v_cache must be contiguous: pass whole layers of the cache")
     if q.stride(2) != 1:
-        raise ValueError(
-            "q needs a contiguous last dimension: call .contiguous() on it"
-        )
+        raise ValueError("q needs a contiguous last dimension: call .contiguous() on it")
     batch = prefix_lens.shape[0]
     if block_tables.shape[0] != batch or query_start.shape[0] != batch + 1:
         raise ValueError(
@@ -238,6 +208,4 @@ def _check(
     if tree_mask is not None:
         check_indices("tree_mask", tree_mask, 2)
         if tree_mask.shape[0] != tokens:
-            raise ValueError(
-                f"tree_mask has {tree_mask.shape[0]} rows for {tokens} queries"
-            )
+            raise ValueError(f"tree_mask has {tree_mask.shape[0]} rows for {tokens} queries")

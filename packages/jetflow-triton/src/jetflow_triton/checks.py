@@ -10,13 +10,9 @@ def check_rows(name: str, x: Tensor, dim: int | None = None) -> None:
     if not x.is_floating_point():
         raise TypeError(f"{name} is {x.dtype}: a floating-point tensor is needed")
     if dim is not None and x.dim() != dim:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}: {dim} dimensions are needed"
-        )
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: {dim} dimensions are needed")
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}: a non-empty last dimension is needed"
-        )
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: a non-empty last dimension is needed")
 
 
 def check_weight(name: str, weight: Tensor, width: int) -> None:
@@ -24,9 +20,7 @@ def check_weight(name: str, weight: Tensor, width: int) -> None:
     if not weight.is_floating_point():
         raise TypeError(f"{name} is {weight.dtype}: a floating-point tensor is needed")
     if weight.dim() != 1 or weight.shape[0] != width:
-        raise ValueError(
-            f"{name} has shape {tuple(weight.shape)}: [{width}] is needed to match the last dimension"
-        )
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}: [{width}] is needed to match the last dimension")
 
 
 def check_indices(name: str, indices: Tensor, dim: int) -> None:
@@ -34,6 +28,4 @@ def check_indices(name: str, indices: Tensor, dim: int) -> None:
     if indices.is_floating_point() or indices.element_size() < 4:
         raise TypeError(f"{name} is {indices.dtype}: int32 or int64 is needed")
     if indices.dim() != dim:
-        raise ValueError(
-            f"{name} has shape {tuple(indices.shape)}: {dim} dimension(s) are needed"
-        )
+        raise ValueError(f"{name} has shape {tuple(indices.shape)}: {dim} dimension(s) are needed")

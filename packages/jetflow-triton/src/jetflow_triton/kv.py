@@ -8,9 +8,7 @@ from torch import Tensor
 from jetflow_triton.checks import check_indices, check_rows
 
 
-def kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> None:
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Stores each token's K and V at its slot: `cache[slot // page, slot % page] = value`.
 
     Args:
@@ -42,9 +40,7 @@ def kv_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
     kv_move_twin(kv, source, target)
 
 
-def kv_write_twin(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> None:
+def kv_write_twin(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Plain-torch `kv_write`."""
     listed = slots.tolist()
     if not listed:
@@ -75,42 +71,28 @@ def kv_move_twin(kv: Tensor, source: Tensor, target: Tensor) -> None:
 
 def _check_range(name: str, values: list[int], size: int, *, low: int) -> None:
     if min(values) < low or max(values) >= size:
-        raise ValueError(
-            f"{name} holds values from {min(values)} to {max(values)}: slots are {low} … {size - 1}"
-        )
+        raise ValueError(f"{name} holds values from {min(values)} to {max(values)}: slots are {low} … {size - 1}")
 
 
-def _check_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-) -> None:
+def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     check_rows("k", k, 3)
     check_rows("v", v, 3)
     check_rows("k_cache", k_cache, 4)
     check_indices("slots", slots, 1)
     if v.shape != k.shape:
-        raise ValueError(
-            f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: they must be equal"
-        )
+        raise ValueError(f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: they must be equal")
     if v_cache.shape != k_cache.shape:
-        raise ValueError(
-            f"v_cache has shape {tuple(v_cache.shape)}, k_cache has {tuple(k_cache.shape)}"
-        )
+        raise ValueError(f"v_cache has shape {tuple(v_cache.shape)}, k_cache has {tuple(k_cache.shape)}")
     if k_cache.shape[2:] != k.shape[1:]:
-        raise ValueError(
-            f"k_cache has shape {tuple(k_cache.shape)}: [blocks, page, *{tuple(k.shape[1:])}] is needed"
-        )
+        raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}: [blocks, page, *{tuple(k.shape[1:])}] is needed")
     if slots.shape[0] != k.shape[0]:
         raise ValueError(f"slots has {slots.shape[0]} entries for {k.shape[0]} tokens")
     if slots.dtype is not torch.int64:
         raise TypeError(f"slots is {slots.dtype}: int64 is needed")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError(
-            "k_cache and v_cache must be contiguous: pass whole layers of the cache"
-        )
+        raise ValueError("k_cache and v_cache must be contiguous: pass whole layers of the cache")
     if k.stride(2) != 1 or v.stride(2) != 1:
-        raise ValueError(
-            "k and v need a contiguous last dimension: call .contiguous() on them"
-        )
+        raise ValueError("k and v need a contiguous last dimension: call .contiguous() on them")
 
 
 def _check_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
@@ -124,6 +106,4 @@ def _check_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
         if slots.dtype is not torch.int64:
             raise TypeError(f"{name} is {slots.dtype}: int64 is needed")
     if source.shape != target.shape:
-        raise ValueError(
-            f"source has {source.shape[0]} entries, target has {target.shape[0]}"
-        )
+        raise ValueError(f"source has {source.shape[0]} entries, target has {target.shape[0]}")

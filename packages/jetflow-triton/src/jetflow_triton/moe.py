@@ -27,15 +27,11 @@ def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Te
     """
     check_rows("logits", logits, 2)
     if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(
-            f"top_k is {top_k}: 1 … {logits.shape[1]} experts can be chosen"
-        )
+        raise ValueError(f"top_k is {top_k}: 1 … {logits.shape[1]} experts can be chosen")
     return moe_route_twin(logits, top_k, renormalize)
 
 
-def moe_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor
-) -> Tensor:
+def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Sum over a token's experts of `weight * down[e] @ silu_mul(gate_up[e] @ x)`.
 
     Args:
@@ -56,31 +52,24 @@ def moe_experts(
     return moe_experts_twin(x, gate_up, down, weights, experts)
 
 
-def moe_route_twin(
-    logits: Tensor, top_k: int, renormalize: bool
-) -> tuple[Tensor, Tensor]:
+def moe_route_twin(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Plain-torch `moe_route`; a stable sort, since `topk` leaves the order of ties open."""
-    probs, order = torch.softmax(logits, -1, dtype=torch.float32).sort(
-        -1, descending=True, stable=True
-    )
+    probs = torch.softmax(logits, -1, dtype=torch.float32)
+    probs, order = torch.sort(probs, dim=-1, descending=True, stable=True)
     weights = probs[:, :top_k]
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.contiguous(), order[:, :top_k].to(torch.int32)
 
 
-def moe_experts_twin(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor
-) -> Tensor:
+def moe_experts_twin(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Plain-torch `moe_experts`: a loop over the experts that have tokens."""
     top_k = experts.shape[1]
     pairs = x.new_empty(experts.numel(), x.shape[1])
     for expert, chosen in _tokens_by_expert(experts.flatten().tolist()).items():
         index = torch.tensor(chosen, device=x.device)
         rows = x.index_select(0, index // top_k)
-        pairs[index] = functional.linear(
-            silu_mul_twin(functional.linear(rows, gate_up[expert])), down[expert]
-        )
+        pairs[index] = functional.linear(silu_mul_twin(functional.linear(rows, gate_up[expert])), down[expert])
     weighted = pairs.view(-1, top_k, x.shape[1]) * weights.unsqueeze(2)
     return weighted.sum(1).to(x.dtype)
 
@@ -93,33 +82,21 @@ def _tokens_by_expert(experts: list[int]) -> dict[int, list[int]]:
     return places
 
 
-def _check_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor
-) -> None:
+def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> None:
     check_rows("x", x, 2)
     check_rows("gate_up", gate_up, 3)
     count, double, width = gate_up.shape
     if width != x.shape[1] or double % 2:
-        raise ValueError(
-            f"gate_up has shape {tuple(gate_up.shape)}: [experts, 2 * inner, {x.shape[1]}] is needed"
-        )
+        raise ValueError(f"gate_up has shape {tuple(gate_up.shape)}: [experts, 2 * inner, {x.shape[1]}] is needed")
     if down.shape != (count, width, double // 2):
-        raise ValueError(
-            f"down has shape {tuple(down.shape)}: {[count, width, double // 2]} is needed"
-        )
+        raise ValueError(f"down has shape {tuple(down.shape)}: {[count, width, double // 2]} is needed")
     if gate_up.dtype != x.dtype or down.dtype != x.dtype:
-        raise TypeError(
-            f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}: one dtype is needed"
-        )
+        raise TypeError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}: one dtype is needed")
     if experts.is_floating_point():
         raise TypeError(f"experts is {experts.dtype}: int32 or int64 is needed")
     if experts.dim() != 2 or experts.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"experts has shape {tuple(experts.shape)}: [{x.shape[0]}, top_k] is needed"
-        )
+        raise ValueError(f"experts has shape {tuple(experts.shape)}: [{x.shape[0]}, top_k] is needed")
     if weights.shape != experts.shape:
-        raise ValueError(
-            f"weights has shape {tuple(weights.shape)}, experts has {tuple(experts.shape)}"
-        )
+        raise ValueError(f"weights has shape {tuple(weights.shape)}, experts has {tuple(experts.shape)}")
     if weights.dtype is not torch.float32:
         raise TypeError(f"weights is {weights.dtype}: float32 is needed")

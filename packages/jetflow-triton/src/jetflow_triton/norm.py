@@ -25,9 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_twin(x, weight, eps)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns `(rms_norm(x + residual), x + residual)`; the sum is rounded to `x.dtype` before it is normalised.
 
     Raises:
@@ -37,13 +35,9 @@ def add_rms_norm(
     check_rows("x", x)
     check_weight("weight", weight, x.shape[-1])
     if residual.shape != x.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, x has {tuple(x.shape)}: they must be equal"
-        )
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, x has {tuple(x.shape)}: they must be equal")
     if residual.dtype != x.dtype:
-        raise TypeError(
-            f"residual is {residual.dtype}, x is {x.dtype}: cast one of them"
-        )
+        raise TypeError(f"residual is {residual.dtype}, x is {x.dtype}: cast one of them")
     return add_rms_norm_twin(x, residual, weight, eps)
 
 
@@ -52,18 +46,14 @@ def rms_norm_twin(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x if x.dtype is torch.float32 else x.float()
     inverse_width, offset = _constants(x.shape[-1], eps, x.device)
     # Constants as tensors: adding a Python scalar costs as much as this whole line in eager mode.
-    scale = torch.addcmul(
-        offset, (wide * wide).sum(-1, keepdim=True), inverse_width
-    ).rsqrt()
+    scale = torch.addcmul(offset, (wide * wide).sum(-1, keepdim=True), inverse_width).rsqrt()
     normed = wide * scale
     if wide is not x:
         normed = normed.to(x.dtype)
     return normed if weight is None else normed * weight
 
 
-def add_rms_norm_twin(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm_twin(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Plain-torch `add_rms_norm`."""
     total = x + residual
     return rms_norm_twin(total, weight, eps), total
@@ -73,6 +63,4 @@ def add_rms_norm_twin(
 def _constants(width: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """`1 / width` and `eps` as float32 tensors."""
     with torch.inference_mode(False):  # usable under autograd, whoever asks first
-        return torch.tensor(1.0 / width, device=device), torch.tensor(
-            eps, device=device
-        )
+        return torch.tensor(1.0 / width, device=device), torch.tensor(eps, device=device)

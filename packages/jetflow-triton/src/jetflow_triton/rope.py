@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -49,30 +52,50 @@ def qk_norm_rope_twin(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch `qk_norm_rope`; the rotation is float32."""
-    cos, sin = (
-        cos_sin.index_select(0, positions)
-        .view(-1, 1, 2, cos_sin.shape[1] // 2)
-        .unbind(2)
-    )
-    return _norm_rotate(q, cos, sin, q_weight, eps), _norm_rotate(
-        k, cos, sin, k_weight, eps
-    )
+    cos, sin = _angles(cos_sin, positions)
+    return _norm_rotate(q, cos, sin, q_weight, eps), _norm_rotate(k, cos, sin, k_weight, eps)
 
 
-def _norm_rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
-) -> Tensor:
-    """One of q and k `[T, H, D]`; `cos` and `sin` are `[T, 1, D/2]`."""
-    if x.shape[1] == 0:
-        return x.clone()
+def _norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """One of q and k `[T, H, D]`; `cos` is `[T, 1, D]` twice over, `sin` the same with its first half negated."""
     normed = x if weight is None else rms_norm_twin(x, weight, eps)
-    pairs = normed.view(x.shape[0], x.shape[1], 2, x.shape[2] // 2)
-    low, high = pairs.unbind(2)
-    # (low, high) * cos first, the crossed products added in place: half the ops of the usual rotate-half form.
-    out = pairs * cos.unsqueeze(2)
-    out.select(2, 0).addcmul_(high, sin, value=-1)
-    out.select(2, 1).addcmul_(low, sin)
-    return out.view(x.shape).to(x.dtype)
+    rotated = torch.addcmul(normed * cos, normed.roll(x.shape[2] // 2, -1), sin)
+    return rotated if rotated.dtype is x.dtype else rotated.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Angles:
+    """The rows of a table at some positions, laid out for `_norm_rotate`."""
+
+    table: weakref.ref[Tensor]
+    version: int
+    positions: list[int]
+    rows: tuple[Tensor, Tensor]
+
+
+_latest: list[_Angles] = []
+
+
+def _angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows for `positions`. Every layer of a step asks for the same ones, so the latest are kept.
+
+    They are used again for equal positions and the same table, unmodified since.
+    """
+    if cos_sin.is_inference():  # such a tensor does not say whether it was modified
+        return _lookup(cos_sin, positions)
+    version, listed = cos_sin._version, positions.tolist()
+    for found in _latest:
+        if found.table() is cos_sin and found.version == version and found.positions == listed:
+            return found.rows
+    with torch.inference_mode(False):  # a later call may be under autograd
+        rows = _lookup(cos_sin.detach(), positions)
+    _latest[:] = [_Angles(weakref.ref(cos_sin), version, listed, rows)]
+    return rows
+
+
+def _lookup(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def _check(
@@ -92,23 +115,15 @@ def _check(
     if k.dtype != q.dtype:
         raise TypeError(f"k is {k.dtype}, q is {q.dtype}: cast one of them")
     if k.shape[0] != tokens or k.shape[2] != width:
-        raise ValueError(
-            f"k has shape {tuple(k.shape)}: [{tokens}, heads, {width}] is needed to match q"
-        )
+        raise ValueError(f"k has shape {tuple(k.shape)}: [{tokens}, heads, {width}] is needed to match q")
     if positions.shape[0] != tokens:
-        raise ValueError(
-            f"positions has {positions.shape[0]} entries for {tokens} tokens"
-        )
+        raise ValueError(f"positions has {positions.shape[0]} entries for {tokens} tokens")
     if cos_sin.dtype is not torch.float32:
         raise TypeError(f"cos_sin is {cos_sin.dtype}: float32 is needed")
     if cos_sin.dim() != 2 or cos_sin.shape[1] != width:
-        raise ValueError(
-            f"cos_sin has shape {tuple(cos_sin.shape)}: [length, {width}] is needed"
-        )
+        raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}: [length, {width}] is needed")
     if q.stride(2) != 1 or k.stride(2) != 1:
-        raise ValueError(
-            "q and k need a contiguous last dimension: call .contiguous() on them"
-        )
+        raise ValueError("q and k need a contiguous last dimension: call .contiguous() on them")
     if q_weight is not None:
         check_weight("q_weight", q_weight, width)
     if k_weight is not None:
