@@ -1,0 +1,223 @@
+"""Anchors, blocks and the packed training forward's attention.
+
+A block is `[anchor, MASK, …]` at absolute positions a, a + 1, …; slot k predicts the token at a + k from the target's features
+at positions below a. Many blocks of several documents go through the head in one call; their attention is computed per
+document over (context | own block), so no product is spent on pairs that may not see each other.
+
+Shapes: N slots of all blocks, S context positions of all documents, n and s those of one document, b blocks of at most L slots,
+J slots that carry a loss, M teacher entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetflow_core.head import DraftHead
+from jetflow_core.layers import Attend
+
+from jetflow_train.features import RowFeatures
+
+
+@dataclass(frozen=True)
+class BlockRules:
+    """How blocks are drawn. `gamma` weighs slot k by exp(−(k − 1)/γ); None weighs all alike.
+
+    With `truncate`, a block is cut at random so that slot k is *present* with that probability and counts fully: the same
+    expected gradient for fewer slots. It needs a causal head, whose earlier slots do not notice the cut.
+    """
+
+    block_size: int
+    mask_token_id: int
+    causal: bool = True
+    gamma: float | None = 6.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise ValueError(f"block_size {self.block_size}: a block needs its anchor and at least one slot to predict")
+        if self.gamma is not None and self.gamma <= 0:
+            raise ValueError(f"gamma {self.gamma} must be positive; leave slots unweighted with gamma = none")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document's share of a batch: half-open ranges of context positions and of slots."""
+
+    context: tuple[int, int]
+    slots: tuple[int, int]
+    visible: Tensor  # bool [n, s]: context strictly before the slot's anchor
+
+
+@dataclass(frozen=True)
+class BlockBatch:
+    """Blocks of several documents, packed."""
+
+    rows: tuple[int, ...]  # row numbers, to name a bad batch
+    documents: tuple[Document, ...]
+    taps: Tensor  # [S, K·C]
+    context_positions: Tensor  # [S]
+    input_ids: Tensor  # [N]
+    positions: Tensor  # [N]
+    padded: Tensor  # [b, L] slot of every block place; places past a block's end repeat its anchor
+    place: Tensor  # [N] place of every slot in the flattened `padded`
+    slots: Tensor  # [J] slots with a loss
+    depth: Tensor  # [J] their k, from 1
+    weight: Tensor  # [J]
+    label: Tensor  # [J] the row's own token at a + k
+    previous: Tensor  # [J] the row's own token at a + k − 1
+    teacher_ids: Tensor  # [J, M] target ids
+    teacher_logp: Tensor  # [J, M]
+    causal: bool
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks (anchors) the batch holds."""
+        return len(self.padded)
+
+
+def sample_anchors(features: RowFeatures, count: int, generator: torch.Generator) -> Tensor:
+    """Up to `count` anchor positions without replacement, ascending, among output tokens that have a successor."""
+    candidates = len(features.tokens) - 1 - features.prompt_length
+    chosen = torch.randperm(candidates, generator=generator)[:count]
+    return features.prompt_length + chosen.sort().values
+
+
+def sample_lengths(anchors: Tensor, row_length: int, rules: BlockRules, generator: torch.Generator) -> Tensor:
+    """Slots of every block, its anchor included."""
+    if not rules.causal:
+        return torch.full_like(anchors, rules.block_size)
+    predicted = torch.full_like(anchors, rules.block_size - 1)
+    if rules.truncate and rules.gamma is not None:
+        # floor(γ·Exp(1)) + 1 reaches k with probability exp(−(k − 1)/γ).
+        exponential = torch.empty(len(anchors), dtype=torch.float64).exponential_(generator=generator)
+        predicted = torch.minimum(predicted, (rules.gamma * exponential).long() + 1)
+    return 1 + torch.minimum(predicted, row_length - 1 - anchors)
+
+
+def pack_blocks(items: Sequence[tuple[RowFeatures, Tensor, Tensor]], rules: BlockRules) -> BlockBatch:
+    """Pack (features, anchors, block lengths) of several documents into one batch."""
+    parts = [_pack_document(features, anchors, lengths, rules) for features, anchors, lengths in items]
+    lengths = torch.cat([lengths for _, _, lengths in items])
+    offset = lengths.cumsum(0) - lengths
+    step = torch.arange(int(lengths.max()))
+    inside = step < lengths[:, None]
+    padded = offset[:, None] + torch.where(inside, step, 0)
+    documents: list[Document] = []
+    context_end = slot_end = 0
+    slots: list[Tensor] = []
+    for part in parts:
+        n, s = part.visible.shape
+        documents.append(Document((context_end, context_end + s), (slot_end, slot_end + n), part.visible))
+        slots.append(part.slots + slot_end)
+        context_end, slot_end = context_end + s, slot_end + n
+    return BlockBatch(
+        rows=tuple(features.row for features, _, _ in items),
+        documents=tuple(documents),
+        taps=torch.cat([part.taps for part in parts]),
+        context_positions=torch.cat([torch.arange(len(part.taps)) for part in parts]),
+        input_ids=torch.cat([part.input_ids for part in parts]),
+        positions=torch.cat([part.positions for part in parts]),
+        padded=padded,
+        place=inside.flatten().nonzero()[:, 0],
+        slots=torch.cat(slots),
+        depth=torch.cat([part.depth for part in parts]),
+        weight=torch.cat([part.weight for part in parts]),
+        label=torch.cat([part.label for part in parts]),
+        previous=torch.cat([part.previous for part in parts]),
+        teacher_ids=torch.cat([part.teacher_ids for part in parts]),
+        teacher_logp=torch.cat([part.teacher_logp for part in parts]),
+        causal=rules.causal,
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    taps: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    visible: Tensor
+    slots: Tensor
+    depth: Tensor
+    weight: Tensor
+    label: Tensor
+    previous: Tensor
+    teacher_ids: Tensor
+    teacher_logp: Tensor
+
+
+def _pack_document(features: RowFeatures, anchors: Tensor, lengths: Tensor, rules: BlockRules) -> _Part:
+    tokens = features.tokens
+    anchor = anchors.repeat_interleave(lengths)
+    depth = torch.arange(len(anchor)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    positions = anchor + depth
+    # Slot 0 holds the known anchor; past the row's end there is nothing to learn from.
+    with_loss = ((depth > 0) & (positions < len(tokens))).nonzero()[:, 0]
+    target, k = positions[with_loss], depth[with_loss]
+    weight = torch.ones(len(k))
+    if rules.gamma is not None and not (rules.truncate and rules.causal):
+        weight = torch.exp(-(k - 1) / rules.gamma)
+    context = int(anchors.max())
+    output = target - features.prompt_length
+    return _Part(
+        taps=features.taps[:context],
+        input_ids=torch.where(depth == 0, tokens[anchor], rules.mask_token_id),
+        positions=positions,
+        visible=torch.arange(context) < anchor[:, None],
+        slots=with_loss,
+        depth=k,
+        weight=weight,
+        label=tokens[target],
+        previous=tokens[target - 1],
+        teacher_ids=features.teacher_ids[output],
+        teacher_logp=features.teacher_logp[output],
+    )
+
+
+def block_hidden(head: DraftHead, batch: BlockBatch) -> Tensor:
+    """The head's hidden states [N, C] of every slot."""
+    dtype = head.fc.weight.dtype if head.fc.weight is not None else torch.float32
+    context = head.context_kv(head.fuse(batch.taps.to(dtype)), batch.context_positions)
+    return head(batch.input_ids, batch.positions, block_attention(batch, context))
+
+
+def block_attention(batch: BlockBatch, context: list[tuple[Tensor, Tensor]]) -> Attend:
+    """How the slots of `batch` meet the `context` keys and values [S, Hk, D] of every layer."""
+    longest = batch.padded.shape[1]
+    within = torch.ones(longest, longest, dtype=torch.bool, device=batch.padded.device)
+    if batch.causal:
+        within = within.tril()
+    padded, place = batch.padded.flatten(), batch.place
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        total, heads, width = q.shape
+        groups = heads // k.shape[1]
+
+        def by_block(x: Tensor) -> Tensor:  # [N, H, D] → [b, H, L, D]
+            return x.index_select(0, padded).unflatten(0, (-1, longest)).transpose(1, 2)
+
+        q = q * width**-0.5
+        k_block = by_block(k).repeat_interleave(groups, 1)
+        v_block = by_block(v).repeat_interleave(groups, 1)
+        scores = (by_block(q) @ k_block.transpose(2, 3)).masked_fill(~within, -torch.inf)  # [b, Hq, L, L]
+        own = scores.transpose(1, 2).flatten(0, 1).index_select(0, place).transpose(0, 1)  # [Hq, N, L]
+        out: list[Tensor] = []
+        own_weights: list[Tensor] = []
+        for document in batch.documents:
+            (start, end), (context_start, context_end) = document.slots, document.context
+            keys, values = (x[context_start:context_end].transpose(0, 1) for x in context[layer])  # [Hk, s, D]
+            queries = q[start:end].transpose(0, 1).unflatten(0, (-1, groups)).flatten(1, 2)  # [Hk, G·n, D]
+            seen = (queries @ keys.transpose(1, 2)).view(heads, end - start, -1)
+            seen = seen.masked_fill(~document.visible, -torch.inf)
+            weights = torch.softmax(torch.cat([seen, own[:, start:end]], dim=-1), dim=-1)
+            prefix = weights[..., : seen.shape[-1]].reshape(len(keys), -1, seen.shape[-1]) @ values  # [Hk, G·n, D]
+            out.append(prefix.view(heads, end - start, width).transpose(0, 1))
+            own_weights.append(weights[..., seen.shape[-1] :].transpose(0, 1))
+        blocks = torch.cat(own_weights).new_zeros(len(padded), heads, longest).index_copy(0, place, torch.cat(own_weights))
+        mixed = blocks.unflatten(0, (-1, longest)).transpose(1, 2) @ v_block  # [b, Hq, L, D]
+        return torch.cat(out) + mixed.transpose(1, 2).flatten(0, 1).index_select(0, place)
+
+    return attend

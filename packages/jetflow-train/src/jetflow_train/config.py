@@ -1,0 +1,157 @@
+"""Options of every command: one frozen dataclass a section of the TOML file, every field also a flag."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+Options = TypeVar("Options", "RegenerateOptions", "HeadOptions", "EvaluateOptions")
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RegenerateOptions:
+    """`jetflow-train regenerate`: let the target answer prompts."""
+
+    target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    prompts: tuple[str, ...] = _option((), "JSONL prompt files with `id` and `turns` (default: the packaged samples)")
+    output: str = _option("jetflow-run/rows.jsonl", "JSONL file of rows; rows that it already has are not made again")
+    suffix: str = _option("", "text appended to every prompt of the files named in suffix_files")
+    suffix_files: tuple[str, ...] = _option((), "prompt files (of `prompts`) that get the suffix")
+    limit: int | None = _option(None, "at most this many prompts of each file")
+    temperature: tuple[float, ...] = _option((0.0,), "temperatures; every prompt is answered once at each")
+    max_tokens: int = _option(192, "longest answer, in tokens")
+    max_length: int = _option(1024, "longest prompt and answer together, in tokens")
+    batch_size: int = _option(8, "answers generated at a time")
+    seed: int = _option(0, "seed of sampled answers")
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """`jetflow-train head`: train a draft head on regenerated rows."""
+
+    target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    data: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of regenerated rows")
+    output: str = _option("jetflow-run", "folder of checkpoint, metrics and, in head/, the exported head")
+    features: str | None = _option(None, "folder of cached target features (default: OUTPUT/features)")
+    max_length: int = _option(1024, "rows are cut at this many tokens; a longer prompt is refused")
+    held_out: float = _option(0.03, "share of prompts kept for evaluation, chosen by a hash of their id")
+    # The head.
+    block_size: int = _option(10, "slots of a block: the anchor and the drafted depths")
+    layers: int = _option(3, "draft layers")
+    intermediate_size: int | None = _option(None, "inner width of the draft MLP (default: the target's)")
+    attention: str = _option("causal", "in-block attention: causal (JetFlow) or bidirectional (DFlash)")
+    taps: int = _option(5, "tapped target layers, spread evenly")
+    pairwise_size: int = _option(256, "inner width of the branch conditioning MLP; 0 trains without conditioning")
+    draft_vocab_size: int | None = _option(8192, "score only the most frequent tokens; none scores all")
+    mask_token_id: int | None = _option(None, "target id that marks mask slots (default: the table's last row)")
+    learned_mask: bool = _option(True, "learn an embedding for mask slots instead of using the target's row")
+    # The objective.
+    gamma: float | None = _option(6.0, "slot k counts exp(-(k-1)/gamma); none counts all slots alike")
+    truncate: bool = _option(True, "realise the slot weights by cutting causal blocks at random, which is cheaper")
+    marginal_weight: float = _option(0.4, "weight of the unconditioned loss beside the conditioned one")
+    teacher_top: int = _option(64, "teacher entries kept for each position")
+    teacher_temperature: float = _option(1.0, "temperature of the teacher's distribution")
+    # The optimisation.
+    minutes: float | None = _option(None, "train for this long; drives the schedule by time")
+    steps: int | None = _option(None, "train for this many steps; drives the schedule by steps")
+    anchors: int = _option(32, "blocks drawn from a document at each visit")
+    blocks: int = _option(96, "blocks of an optimiser step")
+    learning_rate: float = _option(1e-3, "peak learning rate of AdamW")
+    warmup: float = _option(0.04, "share of the run with a rising learning rate")
+    final_rate: float = _option(0.1, "share of the peak learning rate that the cosine ends at")
+    weight_decay: float = _option(0.0, "decoupled weight decay")
+    clip: float = _option(1.0, "largest gradient norm")
+    seed: int = _option(0, "seed of initial weights, data order and anchors")
+    checkpoint_minutes: float = _option(3.0, "time between checkpoints")
+    evaluate_minutes: float = _option(10.0, "time between held-out evaluations")
+
+    def __post_init__(self) -> None:
+        if (self.minutes is None) == (self.steps is None):
+            raise ValueError("give the length of the run as either minutes or steps")
+        if self.attention not in ("causal", "bidirectional"):
+            raise ValueError(f"attention {self.attention!r} is unknown: use causal or bidirectional")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out {self.held_out} must be at least 0 and below 1")
+        for name in ("layers", "taps", "anchors", "blocks", "teacher_top"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        for name in ("learning_rate", "clip", "teacher_temperature"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} {getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """`jetflow-train evaluate`: τ and tokens/s of real speculative decoding."""
+
+    target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    head: str = _option("jetflow-run/head", "head folder or hub id")
+    prompts: tuple[str, ...] = _option((), "JSONL workloads with `id` and `turns` (default: the packaged samples)")
+    budgets: tuple[int, ...] = _option((0, 8, 16, 32), "node budgets; 0 is plain decoding, the base of the speed-up")
+    limit: int = _option(8, "prompts of each workload")
+    max_tokens: int = _option(96, "tokens generated for each prompt")
+    output: str | None = _option(None, "JSON file for the results")
+
+
+def load_options(kind: type[Options], file: Path | None, flags: Mapping[str, Any]) -> Options:
+    """Options from the section of `file` and the `flags` given, which win.
+
+    Raises ValueError naming the file and the key for anything unknown or of the wrong type.
+    """
+    values = dict(_read_section(kind, file)) if file else {}
+    values.update(flags)
+    return kind(**values)
+
+
+def section_name(kind: type[Any]) -> str:
+    """The TOML section of an options class: its name in lower case without `Options`."""
+    return kind.__name__.removesuffix("Options").lower()
+
+
+def _read_section(kind: type[Any], file: Path) -> Mapping[str, Any]:
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot read this configuration ({error})") from error
+    known_sections = {section_name(each) for each in (RegenerateOptions, HeadOptions, EvaluateOptions)}
+    if unknown := document.keys() - known_sections:
+        raise ValueError(f"{file}: section [{min(unknown)}] is unknown; there are {', '.join(sorted(known_sections))}")
+    section = document.get(section_name(kind), {})
+    types = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in section.items():
+        if key not in types:
+            raise ValueError(f"{file}: [{section_name(kind)}] has an unknown key {key!r}")
+        values[key] = _convert(value, types[key], f"{file}: [{section_name(kind)}] {key}")
+    return values
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """A TOML value as the field's type: lists become tuples, integers may stand for floats, "none" for None."""
+    if get_origin(kind) is UnionType:
+        if value == "none":
+            return None
+        return _convert(value, next(arg for arg in get_args(kind) if arg is not NoneType), where)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: expected a list, found {value!r}")
+        return tuple(_convert(item, get_args(kind)[0], where) for item in cast("list[Any]", value))
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where}: expected {kind.__name__}, found {value!r}")
+    return value
+
+
+def option_fields(kind: type[Any]) -> list[tuple[str, Any, Any, str]]:
+    """(name, type, default, help) of every option of a class."""
+    types = get_type_hints(kind)
+    return [(each.name, types[each.name], each.default, each.metadata["help"]) for each in fields(kind)]

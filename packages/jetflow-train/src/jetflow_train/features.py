@@ -1,0 +1,220 @@
+"""Target features of every row, computed once and read back through memory maps.
+
+A store is a folder of shards. Each shard holds consecutive rows, end to end:
+
+    shard-00000/index.json       row numbers, token counts, prompt lengths
+    shard-00000/tokens.npy       int32 [T]        prompt and output ids
+    shard-00000/taps.npy         uint16 [T, K·C]  bfloat16 bits of the tapped layers' outputs
+    shard-00000/teacher_ids.npy  int32 [O, M]     the target's M likeliest ids for every output token
+    shard-00000/teacher_logp.npy float16 [O, M]   their log-probabilities over the whole vocabulary
+
+`meta.json` carries a fingerprint of target, taps and rows; a store made for anything else is refused. A shard appears
+under its name only when complete, so an interrupted build goes on where it stopped and a reader may follow a build.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jetflow_core.model import Decoder
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jetflow_train.data import Row, rows_fingerprint
+
+ROWS_PER_SHARD = 64
+
+
+@dataclass(frozen=True)
+class RowFeatures:
+    """Features of one row of T tokens, O of them output: views of the store, nothing is read until it is used."""
+
+    row: int
+    prompt_length: int
+    tokens: Tensor  # int64 [T]
+    taps: Tensor  # bfloat16 [T, K·C]
+    teacher_ids: Tensor  # int64 [O, M]; entry j belongs to output token j, the distribution at position prompt_length + j − 1
+    teacher_logp: Tensor  # float32 [O, M]
+
+
+def target_fingerprint(model: Decoder) -> str:
+    """A hash of the target's configuration and of samples of its weights."""
+    digest = hashlib.sha256(repr(model.config).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 997)].to(torch.float32).cpu().numpy()
+        digest.update(name.encode() + sample.tobytes())
+    return digest.hexdigest()
+
+
+class FeatureStore:
+    """Reads the shards of a folder in order; `refresh` picks up shards that a running build has finished since."""
+
+    def __init__(self, path: Path, fingerprint: dict[str, Any]) -> None:
+        self.path = path
+        self._check(fingerprint)
+        self._shards: list[_Shard] = []
+        self._rows: list[tuple[int, int]] = []
+        self.refresh()
+
+    def _check(self, expected: dict[str, Any]) -> None:
+        try:
+            found = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.path}: not a feature store ({error})") from error
+        for key, value in expected.items():
+            if found.get(key) != value:
+                raise ValueError(
+                    f"{self.path}: features were made with another {key} ({found.get(key)} instead of {value}); "
+                    "delete the folder or name another one"
+                )
+
+    def refresh(self) -> int:
+        """Open shards that have appeared; return the number of rows available."""
+        while (self.path / f"shard-{len(self._shards):05d}").is_dir():
+            shard = _Shard(self.path / f"shard-{len(self._shards):05d}")
+            self._rows += [(len(self._shards), index) for index in range(len(shard.lengths))]
+            self._shards.append(shard)
+        return len(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> RowFeatures:
+        shard, position = self._rows[index]
+        return self._shards[shard].row(position)
+
+
+class _Shard:
+    def __init__(self, path: Path) -> None:
+        index = json.loads((path / "index.json").read_text(encoding="utf-8"))
+        self.rows: list[int] = index["rows"]
+        self.lengths: list[int] = index["lengths"]
+        self.prompts: list[int] = index["prompts"]
+        self._tokens, self._taps, self._ids, self._logp = (
+            np.load(path / f"{name}.npy", mmap_mode="r") for name in ("tokens", "taps", "teacher_ids", "teacher_logp")
+        )
+        self._start = np.concatenate([[0], np.cumsum(self.lengths)])
+        outputs = [length - prompt for length, prompt in zip(self.lengths, self.prompts, strict=True)]
+        self._output_start = np.concatenate([[0], np.cumsum(outputs)])
+
+    def row(self, position: int) -> RowFeatures:
+        tokens = slice(self._start[position], self._start[position + 1])
+        outputs = slice(self._output_start[position], self._output_start[position + 1])
+        return RowFeatures(
+            row=self.rows[position],
+            prompt_length=self.prompts[position],
+            tokens=torch.from_numpy(self._tokens[tokens].astype(np.int64)),
+            taps=torch.from_numpy(np.array(self._taps[tokens])).view(torch.bfloat16),
+            teacher_ids=torch.from_numpy(self._ids[outputs].astype(np.int64)),
+            teacher_logp=torch.from_numpy(self._logp[outputs].astype(np.float32)),
+        )
+
+
+def store_fingerprint(model: Decoder, rows: Sequence[Row], tap_layers: Sequence[int], top: int) -> dict[str, Any]:
+    """What a store depends on, by name."""
+    return {
+        "target": target_fingerprint(model),
+        "rows": rows_fingerprint(rows),
+        "tap_layers": list(tap_layers),
+        "top": top,
+        "count": len(rows),
+    }
+
+
+def build_features(
+    path: Path,
+    model: Decoder,
+    rows: Sequence[Row],
+    tap_layers: Sequence[int],
+    top: int,
+    on_row: Callable[[], object] = lambda: None,
+) -> FeatureStore:
+    """Compute what is missing from the store at `path` and open it. `on_row` is called once per row, present or new.
+
+    Raises ValueError when the folder cannot be written or belongs to another target or other rows.
+    """
+    fingerprint = store_fingerprint(model, rows, tap_layers, top)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / "meta.json").exists():
+            replace_file(path / "meta.json", json.dumps(fingerprint, indent=1).encode())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot write features ({error})") from error
+    store = FeatureStore(path, fingerprint)
+    for _ in range(len(store)):
+        on_row()
+    for start in range(len(store), len(rows), ROWS_PER_SHARD):
+        numbered = list(enumerate(rows))[start : start + ROWS_PER_SHARD]
+        _write_shard(path / f"shard-{start // ROWS_PER_SHARD:05d}", model, numbered, tap_layers, top, on_row)
+    store.refresh()
+    return store
+
+
+def _write_shard(
+    path: Path,
+    model: Decoder,
+    numbered: Sequence[tuple[int, Row]],
+    tap_layers: Sequence[int],
+    top: int,
+    on_row: Callable[[], object],
+) -> None:
+    taps: list[NDArray[Any]] = []
+    ids: list[NDArray[Any]] = []
+    logp: list[NDArray[Any]] = []
+    for _, row in numbered:
+        row_taps, row_ids, row_logp = row_features(model, row, tap_layers, top)
+        taps.append(row_taps.to(torch.bfloat16).view(torch.uint16).cpu().numpy())
+        ids.append(row_ids.to(torch.int32).cpu().numpy())
+        logp.append(row_logp.to(torch.float16).cpu().numpy())
+        on_row()
+    index = {
+        "rows": [number for number, _ in numbered],
+        "lengths": [len(row.tokens) for _, row in numbered],
+        "prompts": [len(row.prompt_ids) for _, row in numbered],
+    }
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    np.save(partial / "tokens.npy", np.concatenate([np.array(row.tokens, np.int32) for _, row in numbered]))
+    np.save(partial / "taps.npy", np.concatenate(taps))
+    np.save(partial / "teacher_ids.npy", np.concatenate(ids))
+    np.save(partial / "teacher_logp.npy", np.concatenate(logp))
+    (partial / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    os.replace(partial, path)
+
+
+@torch.no_grad()
+def row_features(model: Decoder, row: Row, tap_layers: Sequence[int], top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(taps [T, K·C], teacher ids [O, M], log-probabilities [O, M] float32 over the whole vocabulary) of one row."""
+    device = model.embed.device
+    hidden, taps = model.forward_sequence(torch.tensor(row.tokens, device=device), tuple(tap_layers))
+    first = len(row.prompt_ids) - 1
+    ids: list[Tensor] = []
+    logp: list[Tensor] = []
+    # In slices: a whole row of float32 logits over a large vocabulary would not fit the cache, or the memory.
+    for part in hidden[first:-1].split(32):
+        logits = model.logits(part).float()
+        best = torch.topk(logits, top, dim=-1)
+        ids.append(best.indices)
+        logp.append(best.values - torch.logsumexp(logits, dim=-1, keepdim=True))
+    return taps, torch.cat(ids), torch.cat(logp)
+
+
+def replace_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file so that a reader, or a crash, sees either the old content or the new."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,57 @@
+"""A new head for a target: its configuration from the options, its draft vocabulary and initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jetflow_core.config import HeadConfig, default_tap_layers
+from jetflow_core.head import DraftHead
+from jetflow_core.model import Decoder
+
+from jetflow_train.config import HeadOptions
+from jetflow_train.data import Row, frequent_tokens
+
+
+def head_config(model: Decoder, options: HeadOptions) -> HeadConfig:
+    """The head's configuration: the target's shape with the options' changes."""
+    target = model.config
+    mask = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
+    return HeadConfig(
+        block_size=options.block_size,
+        mask_token_id=mask,
+        target_layer_ids=default_tap_layers(target.num_layers, options.taps),
+        num_target_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        num_layers=options.layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        causal=options.attention == "causal",
+        branch_conditioning="pairwise" if options.pairwise_size else "none",
+        pairwise_size=options.pairwise_size,
+        draft_vocab_size=options.draft_vocab_size,
+        learned_mask=options.learned_mask,
+    )
+
+
+def new_head(model: Decoder, config: HeadConfig, rows: Sequence[Row], seed: int) -> DraftHead:
+    """A freshly initialised float32 head whose draft vocabulary is the most frequent output tokens of `rows`."""
+    vocabulary = None
+    if config.draft_vocab_size is not None:
+        always = [token for token in model.config.eos_token_ids if token < config.vocab_size]
+        ids = frequent_tokens(rows, config.draft_vocab_size, config.vocab_size, always)
+        vocabulary = torch.tensor(ids, device=model.embed.device)
+    lm_head = model.lm_head.weight
+    assert lm_head is not None, "a packed target has no LM-head rows to share"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = DraftHead(config, model.embed.detach().float(), lm_head.detach().float(), vocabulary)
+        head.reset_parameters()
+    return head.to(model.embed.device)

@@ -1,0 +1,138 @@
+"""Held-out measures without an engine: teacher-forced accuracy, and τ of greedy tree decoding replayed on known answers.
+
+A greedy row *is* the target's own choice at every position. So whether a draft node would be accepted can be read off the row, and
+decoding with any tree is replayed from cached features alone: draft at a, walk the tree along the row, go on after the bonus token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jetflow_core.head import DraftHead
+from jetflow_core.tree import Candidates, DraftTree, best_first_tree
+from torch import Tensor
+
+from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors
+from jetflow_train.features import RowFeatures
+from jetflow_train.losses import draft_index, sparse_teacher
+
+BRANCHES = 16  # candidates a depth, as in serving
+
+
+@dataclass(frozen=True)
+class ForcedMetrics:
+    """Teacher-forced measures over held-out anchors. Slot lists start at k = 1."""
+
+    conditional_kl: float
+    marginal_kl: float
+    conditional_accuracy: list[float]  # share of slots whose draft argmax is the target's argmax
+    marginal_accuracy: list[float]
+    accepted_length: float  # Σ_k Π_{j ≤ k} accuracy_j of the conditioned logits, plus the bonus token
+
+
+@torch.no_grad()
+def forced_metrics(
+    head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, anchors: int, temperature: float
+) -> ForcedMetrics:
+    """Measure `anchors` whole blocks of each row of `items`; the same ones at every call."""
+    generator = torch.Generator().manual_seed(0)
+    whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
+    index = draft_index(head.draft_vocab, head.config.vocab_size)
+    depths = rules.block_size - 1
+    hits = torch.zeros(2, depths)
+    kl = torch.zeros(2)
+    seen = torch.zeros(depths)
+    for features in items:
+        starts = sample_anchors(features, anchors, generator)
+        room = len(features.tokens) - starts if rules.causal else torch.full_like(starts, rules.block_size)
+        batch = pack_blocks([(features, starts, room.clamp_max(rules.block_size))], whole)
+        hidden = block_hidden(head, batch)[batch.slots]
+        teacher = sparse_teacher(batch.teacher_ids, batch.teacher_logp, index, temperature)
+        best = index[batch.teacher_ids[:, 0]]
+        seen += torch.bincount(batch.depth - 1, minlength=depths)
+        for which, states in enumerate((head.condition(hidden, batch.previous), hidden)):
+            log_q = torch.log_softmax(head.logits(states).float(), dim=-1)
+            cross = teacher.probs * (torch.log(teacher.probs.clamp_min(1e-9)) - log_q.gather(1, teacher.ids))
+            kl[which] += cross.sum()
+            hit = (log_q.argmax(dim=-1) == best).float()
+            hits[which] += torch.zeros(depths).index_add(0, batch.depth - 1, hit)
+    accuracy = hits / seen.clamp_min(1)
+    mean_kl = kl / seen.sum().clamp_min(1)
+    return ForcedMetrics(
+        conditional_kl=float(mean_kl[0]),
+        marginal_kl=float(mean_kl[1]),
+        conditional_accuracy=accuracy[0].tolist(),
+        marginal_accuracy=accuracy[1].tolist(),
+        accepted_length=1.0 + float(accuracy[0].cumprod(0).sum()),
+    )
+
+
+@torch.no_grad()
+def draft_candidates(head: DraftHead, hidden: Tensor, anchor: int, branches: int = BRANCHES) -> Candidates:
+    """Candidates of one block from its slots' hidden states [D, C], slot 1 first.
+
+    Depth 1 follows the known anchor, so its scores are already conditioned; deeper tokens are chosen by the marginal logits and
+    scored after every candidate of the depth before, normalised over the whole draft vocabulary.
+    """
+    depths = len(hidden)
+    first = head.logits(head.condition(hidden[:1], torch.tensor([anchor])))
+    rows = torch.cat([first, head.logits(hidden[1:])]).float()
+    logp = torch.log_softmax(rows, dim=-1)
+    best = logp.topk(min(branches, logp.shape[1]), dim=-1)
+    tokens = best.indices if head.draft_vocab is None else head.draft_vocab[best.indices]
+    width = tokens.shape[1]
+    following = best.values[1:, None, :]
+    if head.pairwise is not None and depths > 1:
+        states = head.condition(hidden[1:].repeat_interleave(width, 0), tokens[:-1].flatten())
+        scores = torch.log_softmax(head.logits(states).float(), dim=-1).view(depths - 1, width, -1)
+        following = scores.gather(2, best.indices[1:, None, :].expand(-1, width, -1))
+    return Candidates(tokens.numpy(), best.values[0].float().numpy(), following.float().numpy())
+
+
+@torch.no_grad()
+def replayed_tau(
+    head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
+) -> dict[int, float]:
+    """τ (tokens committed per target forward) at each budget, over `items` from *greedy* rows, their first `max_tokens` tokens."""
+    committed = dict.fromkeys(budgets, 0)
+    rounds = dict.fromkeys(budgets, 0)
+    for features in items:
+        last = min(len(features.tokens) - 1, features.prompt_length + max_tokens)
+        anchors = torch.arange(features.prompt_length, last)
+        trees = [_row_candidates(head, features, part, rules) for part in anchors.split(32)]
+        candidates = [each for part in trees for each in part]
+        tokens = features.tokens.tolist()
+        for budget in budgets:
+            position = features.prompt_length
+            while position < last:
+                candidate = candidates[position - features.prompt_length]
+                tree = best_first_tree(tokens[position], candidate, budget, rules.block_size - 1)
+                step = 1 + _accepted(tree, tokens, position)
+                committed[budget] += min(step, last - position)
+                rounds[budget] += 1
+                position += step
+    return {budget: committed[budget] / max(rounds[budget], 1) for budget in budgets}
+
+
+def _row_candidates(head: DraftHead, features: RowFeatures, anchors: Tensor, rules: BlockRules) -> list[Candidates]:
+    whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
+    batch = pack_blocks([(features, anchors, torch.full_like(anchors, rules.block_size))], whole)
+    hidden = block_hidden(head, batch).view(len(anchors), rules.block_size, -1)
+    return [
+        draft_candidates(head, states[1:], int(features.tokens[anchor]))
+        for anchor, states in zip(anchors.tolist(), hidden, strict=True)
+    ]
+
+
+def _accepted(tree: DraftTree, tokens: list[int], position: int) -> int:
+    """How many draft nodes lie on the row's own path after `position`."""
+    node = depth = 0
+    while position + depth + 1 < len(tokens):
+        match = np.nonzero((tree.parents == node) & (tree.tokens == tokens[position + depth + 1]))[0]
+        if not len(match):
+            break
+        node, depth = int(match[0]), depth + 1
+    return depth
