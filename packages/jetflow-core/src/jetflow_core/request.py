@@ -48,8 +48,9 @@ class Output:
 
 
 class Request:
-    """One generation. The scheduler owns `status`, `arrival` and `blocks`; the engine owns `num_cached` and the counters.
+    """One generation.
 
+    The scheduler owns `status`, `arrival` and `blocks`; the engine owns `num_cached` and the counters.
     `tokens` is prompt + output; the last one (the anchor) is not yet in the cache of a decoding request.
     """
 
@@ -165,7 +166,7 @@ class StopFilter:
         self._held = ""
 
     def push(self, piece: str, may_stop: bool = True) -> str:
-        """Text that `piece` makes certain. With `may_stop` false, stop strings that end in this piece are ordinary text."""
+        """Text that `piece` makes certain. With `may_stop` false, a stop string that ends in it is ordinary text."""
         if self.stopped:
             return ""
         seen = len(self._held)

@@ -71,13 +71,13 @@ class Scheduler:
         """Queue a new request. Raises ValueError when its id is in use or the whole pool could never hold it."""
         if any(request.id == other.id for other in self._all()):
             raise ValueError(f"request id {request.id!r} is already in use")
-        need = self.pool.blocks_for(request.max_slots)
-        if need > self.pool.num_blocks:
+        slots = self.pool.num_blocks * self.pool.page_size
+        if request.max_slots > slots:
             raise ValueError(
-                f"request {request.id!r} may need {request.max_slots} cache slots, but the cache holds "
-                f"{self.pool.num_blocks * self.pool.page_size}: lower max_tokens, shorten the prompt or enlarge the cache"
+                f"request {request.id!r} may need {request.max_slots} cache slots, but the whole cache has {slots}: "
+                "lower max_tokens, shorten the prompt or enlarge the cache"
             )
-        assert request.status == "waiting" and not request.blocks, f"request {request.id} is not new"
+        assert request.status == "waiting", f"request {request.id} is not new"
         request.arrival = self._arrivals
         self._arrivals += 1
         self.waiting.append(request)
@@ -169,9 +169,8 @@ class Scheduler:
         if not needs:
             return known
         first = min(needs[0], max(-(-limit // 2), limit - sum(needs[1:])))
-        for request, chunk in zip(prefills, [first, *fair_shares(needs[1:], limit - first)], strict=True):
-            chunk = min(chunk, self._reachable(request))
-            if chunk:
+        for request, share in zip(prefills, [first, *fair_shares(needs[1:], limit - first)], strict=True):
+            if chunk := min(share, self._reachable(request)):
                 self._extend(request, request.num_cached + chunk)
                 known[request.id] = chunk
         return known
