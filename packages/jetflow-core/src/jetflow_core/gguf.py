@@ -1,13 +1,15 @@
-"""GGUF checkpoints: configuration from the metadata, tensors by Hugging Face names, dequantised to bfloat16 when taken."""
+"""GGUF checkpoints: configuration from metadata, tensors by Hugging Face names, dequantised to bfloat16 when taken."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from jetflow_core.config import ModelConfig, RopeConfig
@@ -17,6 +19,7 @@ from jetflow_core.gguf_tokenizer import read_tokenizer
 from jetflow_core.tensor_source import CheckpointError, TensorSource
 from jetflow_core.tokenizer import Tokenizer
 
+PIECE = 1 << 18  # elements dequantised at a time
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -102,7 +105,7 @@ def _below(metadata: Mapping[str, object], prefix: str) -> dict[str, object]:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal of the float32 in the file: 1e-05, not 9.99999974e-06, as the original configuration had it."""
+    """The shortest decimal of the float32 in the file: 1e-05 as in the original configuration, not 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 
@@ -161,29 +164,41 @@ class GgufSource(TensorSource):
 
     def read(self, name: str) -> torch.Tensor:
         part = self._parts[name]
-        tensor, rows = part.tensor, int(np.prod(part.shape[:-1], dtype=np.int64))
         try:
-            with self._path.open("rb") as file:
-                file.seek(tensor.start + part.first_row * tensor.row_bytes)
-                raw = file.read(rows * tensor.row_bytes)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: tensor {name}: cannot be read: {error.strerror}") from None
-        if len(raw) != rows * tensor.row_bytes:
-            raise CheckpointError(f"{self._path}: tensor {name}: the file shrank while it was read")
-        try:
-            values = dequantize(np.frombuffer(raw, np.uint8).reshape(rows, tensor.row_bytes), tensor.kind)
+            values = _dequantize(self._path, part)
         except NotImplementedError:
-            raise CheckpointError(f"{self._path}: tensor {name}: type {tensor.kind.name} is not supported") from None
+            kind = part.tensor.kind.name
+            raise CheckpointError(f"{self._path}: tensor {name}: type {kind} is not supported") from None
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{self._path}: tensor {name}: cannot be read: {error}") from None
         if part.permuted_heads:
             # Rows of a head lie as (pair, half); Hugging Face's half rotation wants (half, pair).
-            values = values.reshape(part.permuted_heads, -1, 2, values.shape[-1] if len(part.shape) > 1 else 1)
-            values = values.swapaxes(1, 2)
-        # torch.tensor copies: what numpy read is not writable.
-        return torch.tensor(values.reshape(part.shape)).to(torch.bfloat16)
+            rows = values.view(part.permuted_heads, part.shape[0] // part.permuted_heads // 2, 2, -1)
+            values = rows.transpose(1, 2).reshape(part.shape)
+        return values
+
+
+def _dequantize(path: Path, part: _Part) -> torch.Tensor:
+    """Read `part` in pieces that fit a cache, so that float32 values never exist for the whole tensor."""
+    tensor = part.tensor
+    block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+    values = torch.empty(math.prod(part.shape), dtype=torch.bfloat16)
+    step = PIECE // block * block
+    with path.open("rb") as file:
+        file.seek(tensor.start + part.first_row * tensor.row_bytes)
+        for start in range(0, len(values), step):
+            stop = min(start + step, len(values))
+            raw = bytearray((stop - start) // block * block_bytes)
+            if file.readinto(raw) != len(raw):
+                raise EOFError("the file shrank while it was read")
+            # One long row: blocks follow one another across the rows of a tensor.
+            floats = dequantize(np.frombuffer(raw, np.uint8).reshape(1, -1), tensor.kind)
+            values[start:stop] = torch.from_numpy(floats.reshape(-1))
+    return values.view(part.shape)
 
 
 def _parts(name: str, tensor: GgufTensor, config: ModelConfig) -> dict[str, _Part]:
-    """The Hugging Face tensors in the GGUF tensor `name`; an unknown name stays as it is and is reported as left over."""
+    """The Hugging Face tensors in the GGUF tensor `name`; an unknown name stays, to be reported as left over."""
     *block, kind, suffix = name.split(".") if "." in name else (name, "")
     if not block and kind in _TOP:
         return {f"{_TOP[kind]}.{suffix}": _Part(tensor, tensor.shape)}
