@@ -93,10 +93,11 @@ def measure(
                 except ValueError as error:
                     raise ValueError(f"{workload.name}, prompt {name}: {error}") from error
         progress(f"{workload.name}: {number + 1}/{len(workload.prompts)} prompts")
-    return [_row(workload.name, budget, runs[budget], runs[0], repeats) for budget in order]
+    return [summarise(workload.name, budget, runs[budget], runs[0], repeats) for budget in order]
 
 
-def _row(name: str, budget: int, runs: Sequence[Run], baseline: Sequence[Run], repeats: int) -> Row:
+def summarise(name: str, budget: int, runs: Sequence[Run], baseline: Sequence[Run], repeats: int) -> Row:
+    """Results of `runs` of one budget; `baseline` holds the budget-0 runs of the same prompts in the same order."""
     pairs = [(run, base) for run, base in zip(runs, baseline, strict=True) if run.decode_tokens and base.decode_tokens]
     if not pairs:
         raise ValueError(f"{name}: every answer ended with its first token; raise --max-tokens")

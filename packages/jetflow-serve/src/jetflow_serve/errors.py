@@ -67,20 +67,22 @@ def unavailable(message: str, retry_after_s: int = 5) -> ApiError:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Pydantic's errors as one 400 that names the first field at fault.
+    """Pydantic's errors as one 400 that names one field at fault.
 
-    A union of types yields one error a member; those of the same field are joined.
+    A union of types yields an error a member: the member that got furthest speaks, those that got as far are joined.
     """
-    first = errors[0]
+    related = [error for error in errors if _top(error["loc"]) == _top(errors[0]["loc"])]
+    first = max(related, key=lambda error: len(error["loc"]))
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return bad_request(f"the body is not valid JSON: {reason}", code="invalid_json")
     param = _field([*first["loc"], *_named(first)])
     if param is None:
-        return bad_request("the body must be a JSON object (Content-Type: application/json)", code="invalid_body")
+        text = f"the body must be a JSON object, sent as application/json: {first['msg']}"
+        return bad_request(text, code="invalid_body")
     if first["type"] == "extra_forbidden":
         return bad_request(f"'{param}' is not a field this server supports", param, "unsupported_parameter")
-    messages = dict.fromkeys(str(error["msg"]) for error in errors if _top(error["loc"]) == _top(first["loc"]))
+    messages = dict.fromkeys(str(error["msg"]) for error in related if _field(error["loc"]) == _field(first["loc"]))
     text = "; or ".join(message.removeprefix("Value error, ") for message in messages)
     code = "unsupported_value" if first["type"] == "unsupported_value" else "invalid_value"
     return bad_request(f"'{param}': {text}", param, code)

@@ -19,7 +19,7 @@ def generate(options: Namespace, write: Callable[[str], None]) -> int:
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
     llm = load(choice, options)
     if options.no_chat:
-        prompt = llm.tokenizer.encode(options.prompt, allow_special=True)
+        prompt = llm.tokenizer.encode(options.prompt, allow_special=True, add_special=True)
     else:
         prompt = llm.tokenizer.encode_chat([{"role": "user", "content": options.prompt}])
     budgets = [choice.budget, 0] if choice.budget else [0]

@@ -16,7 +16,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: `typing` would take Only((0,)) and Only((False,)) for one annotation
 class Only:
     """Marks a field of which only these (neutral) values are accepted."""
 
@@ -125,7 +125,7 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    """One chat message. `developer` means `system`; what the model's template cannot express is refused."""
+    """One chat message. What the model's template cannot express is refused when it is rendered."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
@@ -147,12 +147,6 @@ class Message(Strict):
         if self.tool_call_id is not None and self.role != "tool":
             raise _fault("tool_call_id", "only a tool message has it")
         return self
-
-    def text(self) -> str:
-        """The content as one string: parts joined in order with nothing between."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
 
 
 class FunctionDefinition(Strict):
@@ -231,18 +225,3 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt[0], int):
             return [[token for token in self.prompt if isinstance(token, int)]]
         return [part for part in self.prompt if not isinstance(part, int)]
-
-
-def as_template_message(message: Message) -> dict[str, Any]:
-    """`message` the way chat templates read it: plain text content, `developer` as `system`, set fields only."""
-    entry: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.text(),
-    }
-    if message.name is not None:
-        entry["name"] = message.name
-    if message.tool_calls:
-        entry["tool_calls"] = [call.model_dump() for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        entry["tool_call_id"] = message.tool_call_id
-    return entry

@@ -25,7 +25,7 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: FastAPI, service: EngineService, on_ready: Callable[[], None], grace_s: float = GRACE_S
     ) -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="on", server_header=False))
+        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="on", ws="none", server_header=False))
         self._service = service
         self._on_ready = on_ready
         self._grace_s = grace_s
@@ -66,11 +66,13 @@ def serve(options: Namespace, write: Callable[[str], None]) -> int:
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket. Raises ValueError when the address cannot be had."""
+    if port > 65535:
+        raise ValueError(f"cannot listen on {host}:{port}: ports end at 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error}") from error
     try:
         listener.bind(address)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jetflow_core.sampling import SamplingParams
 from jetflow_serve.errors import bad_request
-from jetflow_serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, Tool, as_template_message
+from jetflow_serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from jetflow_serve.service import Job
 
 if TYPE_CHECKING:
     from jetflow_core.tokenizer import Tokenizer
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none
-RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "tokenize", "add_generation_prompt"})
+RESERVED_TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 
 @dataclass(frozen=True)
@@ -27,68 +27,54 @@ class Translator:
 
     def chat_jobs(self, request: ChatRequest) -> list[Job]:
         """The n jobs of a chat request. Raises `ApiError` 400."""
-        messages = [as_template_message(message) for message in request.messages]
-        tools = None if request.tool_choice == "none" else _template_tools(request.tools)
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        tools = None if request.tool_choice == "none" else request.tools
+        declared = [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None
         options = request.chat_template_kwargs or {}
-        for name in options.keys() & RESERVED_TEMPLATE_NAMES:
-            raise bad_request(f"'chat_template_kwargs' may not set '{name}'", "chat_template_kwargs")
-        chat = _Chat(self.tokenizer, messages, tools, options)
-        ids = chat.encode()
-        chat.require_expressed(ids)
+        if reserved := options.keys() & RESERVED_TEMPLATE_NAMES:
+            raise bad_request(f"it may not set {', '.join(sorted(reserved))}", "chat_template_kwargs")
+        try:
+            ids = self.tokenizer.encode_chat(messages, declared, **options)
+        except ValueError as error:
+            raise bad_request(str(error), _blamed(str(error), options)) from error
         return self._jobs(request, [ids], request.limit(), "messages")
 
     def completion_jobs(self, request: CompletionRequest) -> list[Job]:
         """The n jobs of every prompt of a legacy completion, prompt by prompt. Raises `ApiError` 400."""
         prompts = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts()]
-        limit = request.max_tokens
-        if limit is None:
-            room = self.context - max(len(ids) for ids in prompts)
-            limit = max(1, min(LEGACY_MAX_TOKENS, room))
-        return self._jobs(request, prompts, limit, "prompt")
+        return self._jobs(request, prompts, request.max_tokens, "prompt", LEGACY_MAX_TOKENS)
 
     def _encode(self, text: str) -> list[int]:
         try:
-            return self.tokenizer.encode(text, allow_special=True)
+            return self.tokenizer.encode(text, allow_special=True, add_special=True)
         except ValueError as error:
             raise bad_request(str(error), "prompt") from error
 
     def _jobs(
-        self, request: GenerationRequest, prompts: Sequence[list[int]], limit: int | None, param: str
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[list[int]],
+        limit: int | None,
+        param: str,
+        default_limit: int | None = None,
     ) -> list[Job]:
+        """n jobs a prompt. Only an asked-for `limit` must fit; `default_limit` gives way to a long prompt."""
+        jobs: list[Job] = []
         for ids in prompts:
             _require_fit(ids, limit, self.context, param)
-        return [Job(ids, _params(request, limit, choice)) for ids in prompts for choice in range(request.n or 1)]
+            room = self.context - len(ids)
+            own = min(default_limit, room) if limit is None and default_limit is not None else limit
+            jobs += [Job(ids, _params(request, own, choice)) for choice in range(request.n or 1)]
+        return jobs
 
 
-@dataclass(frozen=True)
-class _Chat:
-    """What the chat template is given."""
-
-    tokenizer: Tokenizer
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    options: Mapping[str, Any]
-
-    def encode(self) -> list[int]:
-        try:
-            return self.tokenizer.encode_chat(self.messages, tools=self.tools, **self.options)
-        except ValueError as error:
-            raise bad_request(str(error), "messages") from error
-
-    def require_expressed(self, ids: list[int]) -> None:
-        """Refuse tools, names and tool calls that leave no trace in the prompt: the template drops them."""
-        if self.tools and replace(self, tools=None).encode() == ids:
-            text = "the chat template of this model cannot express 'tools'"
-            raise bad_request(text, "tools", "unsupported_parameter")
-        for index, message in enumerate(self.messages):
-            for name in message.keys() & {"name", "tool_calls"}:
-                if self._without(index, name).encode() == ids:
-                    text = f"the chat template of this model cannot express '{name}' of a message"
-                    raise bad_request(text, f"messages.{index}.{name}", "unsupported_parameter")
-
-    def _without(self, index: int, name: str) -> _Chat:
-        changed = {key: value for key, value in self.messages[index].items() if key != name}
-        return replace(self, messages=[*self.messages[:index], changed, *self.messages[index + 1 :]])
+def _blamed(message: str, options: Mapping[str, Any]) -> str:
+    """The request field that the chat template's complaint is about."""
+    if message.startswith("messages"):
+        return "messages"
+    if "'tools'" in message:
+        return "tools"
+    return "chat_template_kwargs" if any(repr(name) in message for name in options) else "messages"
 
 
 def _params(request: GenerationRequest, limit: int | None, choice: int) -> SamplingParams:
@@ -123,7 +109,3 @@ def _require_fit(ids: Sequence[int], limit: int | None, context: int, param: str
             f"at most {context - len(ids)} new tokens fit"
         )
         raise bad_request(message, "max_tokens", "context_length_exceeded")
-
-
-def _template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
-    return [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None

@@ -1,0 +1,292 @@
+"""The command line: what it chooses, prints and refuses, with a tiny model in place of the demo."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from jetflow_core.engine import Engine, EngineConfig
+from jetflow_core.llm import LLM
+from jetflow_serve import bench, choice, cli, demo, generate, server
+from jetflow_serve.measure import Run
+
+from serve.support import byte_tokenizer
+from tiny import tiny_head, tiny_model
+
+
+@pytest.fixture
+def demo_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with a .gguf file and a head folder, so that the demo is there whatever is installed."""
+    package = tmp_path / "fake_demo"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "tiny.gguf").touch()
+    head = tmp_path / "demo_head"
+    head.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (head / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(demo, "MODEL_PACKAGE", "fake_demo")
+    monkeypatch.setattr(demo, "HEAD_FOLDER", head)
+    return tmp_path
+
+
+@pytest.fixture
+def tiny_llm(demo_files: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """A loaded tiny model that every command gets, whatever it asks for."""
+    model = tiny_model(vocab_size=258)
+    head = tiny_head(model)
+    head.pack()
+    llm = LLM(Engine(model, byte_tokenizer(), head, EngineConfig()))
+    for module in (generate, bench, server):
+        monkeypatch.setattr(module, "load", lambda chosen, options: llm)
+    return llm
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+# -- choices ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_is_the_default(demo_files: Path) -> None:
+    chosen = choice.choose_model(None, None, None)
+    assert Path(chosen.model).name == "tiny.gguf"
+    assert chosen.head == str(demo_files / "demo_head")
+    assert (chosen.budget, chosen.name, chosen.note) == (demo.DEFAULT_BUDGET, demo.DEMO_NAME, None)
+    assert choice.choose_model(None, None, 5).budget == 5
+    assert choice.choose_model(None, None, 0).budget == 0
+
+
+def test_a_demo_without_its_head_decodes_without_speculation(demo_files: Path) -> None:
+    (demo_files / "demo_head" / "model.safetensors").unlink()
+    chosen = choice.choose_model(None, None, None)
+    assert (chosen.head, chosen.budget) == (None, 0)
+    assert "no draft head" in str(chosen.note)
+    with pytest.raises(ValueError, match="--head"):
+        choice.choose_model(None, None, 8)
+
+
+def test_another_model_has_no_head_unless_named(tmp_path: Path) -> None:
+    folder = tmp_path / "My-Model"
+    folder.mkdir()
+    assert choice.choose_model(str(folder), None, None) == choice.ModelChoice(str(folder), None, 0, "My-Model")
+    assert choice.choose_model("org/name", "org/head", None).budget == demo.DEFAULT_BUDGET
+    assert choice.choose_model("org/name", None, None).name == "org/name"
+    assert choice.choose_model("org/name", None, None, "mine").name == "mine"
+    with pytest.raises(ValueError, match="--budget 8 needs a draft head"):
+        choice.choose_model("org/name", None, 8)
+
+
+def test_a_missing_demo_package_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "MODEL_PACKAGE", "no_such_package_anywhere")
+    status, _, err = run(capsys, "generate", "hi")
+    assert status == 2
+    assert err.startswith("jetflow-serve: error: the demo model is not installed: run `uv sync`")
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_options_and_defaults_are_these() -> None:
+    """Public knobs: change them knowingly."""
+    model = {
+        "model": None, "head": None, "dtype": "auto", "device": "auto", "max_model_len": None, "max_running": None,
+        "max_batch_tokens": None, "num_pages": None, "page_size": None,
+    }  # fmt: skip
+    parse = cli.build_parser().parse_args
+    assert vars(parse(["serve"])) == model | {
+        "command": "serve", "budget": None, "host": "127.0.0.1", "port": 8000, "api_key": None, "served_model_name": None,
+    }  # fmt: skip
+    assert vars(parse(["generate", "hi"])) == model | {
+        "command": "generate", "prompt": "hi", "budget": None, "max_tokens": 256, "temperature": 0.0, "seed": None,
+        "no_chat": False,
+    }  # fmt: skip
+    assert vars(parse(["bench", "--data", "a"])) == model | {
+        "command": "bench", "data": ["a"], "budgets": "8,16,32", "prompts": 20, "repeats": 1, "json": None,
+        "max_tokens": 128, "temperature": 0.0, "seed": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"], ["bench", "--help"]])
+def test_help(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 0
+    assert "usage: jetflow-serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fly"],
+        ["generate"],
+        ["bench"],
+        ["--budget", "-1"],
+        ["--port", "many"],
+        ["--dtype", "int3"],
+        ["--max-running", "0"],
+    ],
+)
+def test_usage_errors(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_without_a_command_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(cli, "_run", lambda options: seen.append((options.command, options.port)) or 0)
+    monkeypatch.setattr(sys, "argv", ["jetflow-serve"])
+    assert cli.main() == 0
+    assert cli.main(["--port", "9000"]) == 0
+    assert seen == [("serve", 8000), ("serve", 9000)]
+
+
+# -- serve ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_an_error_before_anything_is_loaded(
+    demo_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server, "load", lambda *_: pytest.fail("loaded a model for a port that cannot be had"))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        status, _, err = run(capsys, "--port", str(port))
+    assert status == 2
+    assert f"127.0.0.1:{port}" in err
+    assert "already in use" in err
+    assert "--port" in err
+
+
+@pytest.mark.parametrize("address", [("no.such.host.invalid", "8000"), ("127.0.0.1", "70000")])
+def test_addresses_that_cannot_be(
+    address: tuple[str, str], demo_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, "--host", address[0], "--port", address[1])
+    assert status == 2
+    assert "cannot listen" in err
+
+
+def test_the_announcement_has_a_url_and_a_request_to_try() -> None:
+    chosen = choice.ModelChoice("m", "h", 16, "name", "something to know")
+    text = server.announcement(chosen, "http://127.0.0.1:8000", with_key=True)
+    assert "note: something to know" in text
+    assert "name at http://127.0.0.1:8000 (budget 16" in text
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in text
+    assert "Authorization: Bearer" in text
+
+
+# -- generate and bench -----------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_text_then_speed(tiny_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "generate", "hi", "--max-tokens", "12", "--temperature", "0.5", "--seed", "3")
+    text, facts = out.split("\n\n")[:1], out.rsplit("\n\n", 1)[1]
+    assert status == 0
+    assert text
+    assert "temperature 0.5 seed 3" in facts
+    assert "float32 on" in facts
+    assert "tokens/s, τ = " in facts
+    assert "speed-up" in facts
+    assert "identical text" in facts
+    tiny_llm.engine.check_idle()
+
+
+def test_generate_without_speculation_or_chat(tiny_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "generate", "abc", "--max-tokens", "4", "--budget", "0", "--no-chat")
+    assert status == 0
+    assert "budget 0: 4 tokens (length)" in out
+    assert "speed-up" not in out
+
+
+def test_generate_refuses_what_the_engine_refuses(tiny_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "generate", "x" * 300)
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "256" in err
+    assert run(capsys, "generate", "hi", "--temperature", "-1")[0] == 2
+
+
+def test_a_difference_is_said_aloud() -> None:
+    one, two = (Run((1, 2, token), "", "length", 0.1, 1.0, 2, 1) for token in (3, 4))
+    assert "NOT the same text" in generate.summary(one, two, 8)
+    assert "speed-up 1.00x, identical text" in generate.summary(one, one, 8)
+    assert "too short" in generate.summary(Run((1,), "", "stop", 0.1, 0.0, 0, 0), None, 0)
+
+
+def test_bench_prints_a_table_and_writes_json(
+    tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "small.jsonl"
+    data.write_text("".join(json.dumps({"id": f"s/{i}", "turns": [f"say {i}"]}) + "\n" for i in range(3)))
+    path = tmp_path / "out.json"
+    arguments = ["--budgets", "0, 4,8,4", "--prompts", "2", "--max-tokens", "8", "--repeats", "2", "--json", str(path)]
+    status, out, err = run(capsys, "bench", "--data", str(data), *arguments)
+    assert status == 0
+    assert "small: 2/2 prompts" in err
+    for fact in ("cpu:", "cores:", "native_bf16:", "dtype: float32", "torch:", "threads:"):
+        assert fact in out
+    assert [line.split(" | ")[1] for line in out.splitlines() if line.startswith("| small")] == ["0", "4", "8"]
+    result = json.loads(path.read_text())
+    assert result["host"]["dtype"] == "float32"
+    assert result["settings"]["repeats"] == 2
+    for row in result["rows"]:
+        assert row["prompts"] == row["identical"] == 2
+        assert row["acceptance_length"] >= 1
+        assert row["tokens_per_second"] > 0
+    assert result["rows"][0]["ratio"] == 1
+
+
+def test_bench_counts_differences_and_pairs_speeds() -> None:
+    def one(token: int, seconds: float) -> Run:
+        return Run((5, token), "", "length", 0.1, seconds, 4, 2)
+
+    baseline = [one(1, 2.0), one(1, 2.0), one(1, 4.0), one(1, 4.0)]
+    row = bench.summarise("w", 8, [one(1, 1.0), one(1, 1.0), one(1, 2.0), one(9, 2.0)], baseline, repeats=2)
+    assert (row.prompts, row.identical) == (2, 1)
+    assert row.ratio == row.ratio_low == row.ratio_high == 2.0
+    assert row.acceptance_length == 2.0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no rows"),
+        ("{", "line 1: not JSON"),
+        ('\n{"id": "a"}\n', "line 2: a row must be"),
+        ('{"turns": []}', "line 1"),
+        ('{"turns": [""]}', "line 1"),
+        ('{"turns": "hello"}', "line 1"),
+        ("[]", "line 1"),
+        ('{"turns": ["' + "x" * 300 + '"], "id": "long/1"}', "prompt long/1: the prompt has"),
+    ],
+)
+def test_bad_bench_files(
+    content: str, message: str, tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    status, _, err = run(capsys, "bench", "--data", str(path), "--budgets", "4")
+    assert status == 2
+    assert message in err
+
+
+def test_bad_bench_options(tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "bench", "--data", str(tmp_path / "none.jsonl"))
+    assert (status, "there is no file" in err) == (2, True)
+    with pytest.raises(ValueError, match="8,16,32"):
+        bench.parse_budgets("8;16")
+    assert bench.parse_budgets("8,16,,8, 0") == [8, 16]
