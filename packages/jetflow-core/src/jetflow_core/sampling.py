@@ -55,7 +55,8 @@ class SamplingParams:
                 raise _out_of_range("stop", self.stop, "a tuple of non-empty strings")
         _check_tuple("stop_token_ids", self.stop_token_ids, "a tuple of token ids >= 0")
         for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, None, "a tuple of token ids >= 0")
+            if not _is_a(int, token) or _is_a(bool, token) or token < 0:
+                raise _out_of_range("stop_token_ids", self.stop_token_ids, "a tuple of token ids >= 0")
         if not _is_a(bool, self.ignore_eos):
             raise _out_of_range("ignore_eos", self.ignore_eos, "True or False")
 
@@ -111,14 +112,14 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     if sampled:
         everything = _sampled_rows(sampled, logits.device)
         token_steps = (torch.arange(logits.shape[-1], device=logits.device) + 1) * _GOLDEN
-        for part in everything.split(_ROWS_AT_ONCE.get(logits.device.type, 256)):
+        at_once = _LOGITS_AT_ONCE.get(logits.device.type, 2**25) // logits.shape[-1]
+        for part in everything.split(max(1, at_once)):
             chosen[part.index] = _sample(logits[part.index].float(), part, token_steps)
     return chosen
 
 
-# One row at a time on the CPU: it stays in the cache, and where vector loops end depends on its own length only, so
-# that not even the last bit of a logarithm depends on how many rows there are.
-_ROWS_AT_ONCE = {"cpu": 1}
+# Logits worked on at once: what a core's cache holds on the CPU, what bounds the temporary memory elsewhere.
+_LOGITS_AT_ONCE = {"cpu": 2**16}
 
 
 def _ban_early_ends(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
