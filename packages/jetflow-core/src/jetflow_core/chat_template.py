@@ -90,7 +90,7 @@ def text_size(value: object) -> int:
 
 
 def prepare_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, object]]:
-    """Messages in the form templates read: text parts joined, absent fields dropped, "developer" as "system" where needed.
+    """Messages as templates read them: text parts joined, absent fields dropped, "developer" as "system" where needed.
 
     Raises `ValueError` naming the message and what `template` cannot express; nothing is dropped silently.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -145,7 +145,7 @@ def check_at_most(key: str, value: int, limit: int, problem: str) -> None:
 
 
 @contextmanager
-def located(source: str) -> Iterator[None]:
+def located(source: str) -> Generator[None]:
     """Put the file's name before a `ValueError` that does not start with it yet."""
     try:
         yield

@@ -1,7 +1,7 @@
-"""The container of GGUF files: metadata and tensor table, every length checked against the file's size before it is read.
+"""The container of GGUF files: metadata and tensor table, every length checked against the file before it is read.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Parsed here and not by the `gguf` package's reader, which trusts
-the lengths in the file and takes seconds for a large vocabulary; block sizes are the package's.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Parsed here and not by the `gguf` package's reader,
+which trusts the lengths in the file and takes seconds for a large vocabulary; block sizes are the package's.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Reader:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Parse the header of `path`. Raises `CheckpointError` naming file and tensor for anything damaged or unsupported."""
+    """Parse the header of `path`. Raises `CheckpointError` naming file and tensor for anything damaged."""
     try:
         with path.open("rb") as file:
             return _read(_Reader(file, path))

@@ -12,7 +12,10 @@ from jetflow_core.model_config import ModelConfig
 from jetflow_core.tensor_source import CheckpointError
 from jetflow_core.tokenizer import Tokenizer, build_tokenizer
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # `tokenizer.ggml.pre` → repetition of the digits in one piece. The other two kinds split by GPT-2's own rule.
 _DIGITS = {"qwen2": "", "llama-bpe": "{1,3}"}
 _GPT2 = ("smollm", "gpt-2")

@@ -1,7 +1,7 @@
 """Safetensors files: the header checked to the byte before anything is allocated, then tensors read one by one.
 
-Format: 8 bytes little-endian header length, that many bytes of JSON `{name: {dtype, shape, data_offsets}}`, then the data,
-which the tensors cover without gap or overlap (https://huggingface.co/docs/safetensors).
+Format: 8 bytes little-endian header length, that many bytes of JSON `{name: {dtype, shape, data_offsets}}`, then the
+data, which the tensors cover without gap or overlap (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -20,8 +20,12 @@ from jetflow_core.tensor_source import CheckpointError, TensorSource
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMENSIONS = 8
-_ITEM_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16}
-_ITEM_BITS |= {"U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64}
+_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
 _TORCH = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -99,7 +103,7 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> Entry:
         raise damaged("its header entry is not an object")
     fields = cast("dict[str, object]", value)
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
+    if not isinstance(dtype, str) or dtype not in _BYTES:
         raise damaged(f"unknown dtype {str(dtype)[:40]!r}")
     if not isinstance(shape, list) or len(cast("list[object]", shape)) > MAX_DIMENSIONS:
         raise damaged(f"shape must be a list of at most {MAX_DIMENSIONS} sizes")
@@ -112,7 +116,7 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> Entry:
     if not (_whole(start) and _whole(stop)):
         raise damaged(f"impossible data_offsets [{str(start)[:40]}, {str(stop)[:40]}]")
     dims, begin, end = tuple(cast("list[int]", sizes)), cast(int, start), cast(int, stop)
-    wanted = math.prod(dims) * _ITEM_BITS[dtype] // 8
+    wanted = math.prod(dims) * _BYTES[dtype]
     if end - begin != wanted:
         raise damaged(f"{dtype} {list(dims)} takes {wanted} bytes, data_offsets [{begin}, {end}] give {end - begin}")
     return Entry(path, dtype, dims, data_start + begin, data_start + end)
@@ -156,7 +160,7 @@ class SafetensorsSource(TensorSource):
             raise CheckpointError(f"{entry.file}: tensor {name}: dtype {entry.dtype} is not supported")
         tensor = torch.empty(entry.shape, dtype=_TORCH[entry.dtype])
         # Read into fresh memory, not mapped: a file that shrinks later cannot kill the process.
-        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+        target = memoryview(cast("Any", tensor.reshape(-1).view(torch.uint8).numpy()))
         try:
             with entry.file.open("rb", buffering=0) as file:
                 file.seek(entry.start)

@@ -1,9 +1,9 @@
 """A jinja environment in which a template from anywhere is safe to render: immutable, and with a budget of work.
 
 It matches what chat templates are written for: `trim_blocks`, `lstrip_blocks`, loop controls, `{% generation %}`,
-`raise_exception`, `strftime_now`, and a `tojson` that leaves text as it is. Jinja's own sandbox keeps templates from Python's internals;
-here every loop step, call, sum and piece of text is also paid for, and what could make much out of little (padding, formatting,
-powers) is not there.
+`raise_exception`, `strftime_now`, and a `tojson` that leaves text as it is. Jinja's own sandbox keeps templates from
+Python's internals; here every loop step, call, sum and piece of text is also paid for, and what could make much out
+of little (padding, formatting, large powers) is not there.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_SOURCE = 1 << 18  # characters of a template
@@ -31,13 +32,69 @@ MEMBER = 16  # units for a member of a container
 UNITS = 32_000_000  # for one rendering: about two seconds' work
 
 _STRING_METHODS = frozenset(
-    "strip lstrip rstrip split rsplit splitlines startswith endswith lower upper title capitalize find rfind index "
-    "rindex count isdigit isalpha isalnum isspace islower isupper removeprefix removesuffix partition rpartition join "
-    "replace".split()
+    {
+        "strip",
+        "lstrip",
+        "rstrip",
+        "split",
+        "rsplit",
+        "splitlines",
+        "startswith",
+        "endswith",
+        "lower",
+        "upper",
+        "title",
+        "capitalize",
+        "find",
+        "rfind",
+        "index",
+        "rindex",
+        "count",
+        "isdigit",
+        "isalpha",
+        "isalnum",
+        "isspace",
+        "islower",
+        "isupper",
+        "removeprefix",
+        "removesuffix",
+        "partition",
+        "rpartition",
+        "join",
+        "replace",
+    }
 )
 _FILTERS = frozenset(
-    "abs capitalize count d default dictsort first float int items last length list lower map max min reject "
-    "rejectattr reverse select selectattr sort string title trim unique upper".split()
+    {
+        "abs",
+        "capitalize",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "float",
+        "int",
+        "items",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "sort",
+        "string",
+        "title",
+        "trim",
+        "unique",
+        "upper",
+    }
 )
 _MAX_DEPTH = 64  # of nested lists and objects
 
@@ -75,7 +132,7 @@ _BUDGET: ContextVar[Budget] = ContextVar("work left for a chat template")
 
 
 @contextmanager
-def work_budget(units: int) -> Iterator[Budget]:
+def work_budget(units: int) -> Generator[Budget]:
     """Give the rendering inside `units` of work."""
     budget = Budget(units)
     token = _BUDGET.set(budget)
@@ -150,7 +207,7 @@ def _strftime_now(form: str) -> str:
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's text for training masks; it renders as its body."""
 
-    tags = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 (jinja declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return the block's body."""
@@ -171,13 +228,14 @@ class _Charge(NodeTransformer):
             raise ValueError("recursive loops are not supported")
         fixed = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
-        node.iter = _paid(node.iter, "paid steps", nodes.Const(STEP + fixed))
+        node.iter = _paid(cast("nodes.Expr", node.iter), "paid steps", nodes.Const(STEP + fixed))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         """`a ~ b`"""
         self.generic_visit(node)
-        return _paid(nodes.List(node.nodes, lineno=node.lineno), "paid text")
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return _paid(parts, "paid text")
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         """`[a, b]`"""
@@ -233,8 +291,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """The template's tree with charges built in."""
         if len(source) > MAX_SOURCE:
             raise ValueError(f"it has {len(source)} characters, more than {MAX_SOURCE}")
-        tree = cast(nodes.Template, _Charge().visit(self.parse(source)))
-        return tree.set_environment(self) or tree
+        tree = self.parse(source)
+        _Charge().visit(tree)
+        tree.set_environment(self)
+        return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Of a text's methods only those that cannot make much out of little."""

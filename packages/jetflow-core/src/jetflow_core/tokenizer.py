@@ -50,15 +50,13 @@ class Tokenizer:
         inner.no_padding()
         self._inner = inner
         self._lock = threading.Lock()
-        self._special = {
-            token.content: token
-            for token in inner.get_added_tokens_decoder().values()
-            if token.special and token.content
-        }
+        added = {token.content: (number, token) for number, token in inner.get_added_tokens_decoder().items()}
+        self._special = {content: token for content, (_, token) in added.items() if token.special and content}
+        self._special_ids = {content: added[content][0] for content in self._special}
         self._named = dict(special_tokens or {})
         self._template = None if chat_template is None else ChatTemplate(chat_template)
         self.size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.special_ids = frozenset(inner.token_to_id(content) for content in self._special)
+        self.special_ids = frozenset(self._special_ids.values())
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = inner.token_to_id(self._named["bos_token"]) if "bos_token" in self._named else None
 
@@ -153,13 +151,12 @@ class Tokenizer:
         ids: list[int] = []
         for index, piece in enumerate(pieces):
             if index % 2:
-                ids.append(self._inner.token_to_id(piece))
+                ids.append(self._special_ids[piece])
                 continue
-            if index and self._special[pieces[index - 1]].rstrip:
-                piece = piece.lstrip()
-            if index + 1 < len(pieces) and self._special[pieces[index + 1]].lstrip:
-                piece = piece.rstrip()
-            ids += self.encode(guard.restore(piece), allow_special=False)
+            # Some control tokens swallow the white space beside them.
+            after = piece.lstrip() if index and self._special[pieces[index - 1]].rstrip else piece
+            last = index + 1 == len(pieces) or not self._special[pieces[index + 1]].lstrip
+            ids += self.encode(guard.restore(after if last else after.rstrip()), allow_special=False)
         return ids
 
     @cached_property
@@ -314,10 +311,10 @@ def _read_tokenizer_config(folder: Path) -> tuple[dict[str, str], str | None]:
     data = read_json(path) if path.is_file() else {}
     named: dict[str, str] = {}
     for key, value in data.items():
-        if key.endswith("_token") and isinstance(value, dict):  # older files spell tokens as objects
-            value = cast("dict[str, object]", value).get("content")
-        if key.endswith("_token") and isinstance(value, str):
-            named[key] = value
+        # Older files spell a token as an object.
+        text = cast("dict[str, object]", value).get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            named[key] = text
     separate = folder / "chat_template.jinja"
     if separate.is_file():
         return named, separate.read_text(encoding="utf-8")

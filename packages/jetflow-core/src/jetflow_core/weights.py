@@ -91,8 +91,8 @@ def resolve_path(model: str | Path) -> Path:
 
 def _fetch(repository: str) -> Path:
     # Imported when needed: the client takes a second to load, and local models never use it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
         return Path(snapshot_download(repository, allow_patterns=_HUB_FILES))
