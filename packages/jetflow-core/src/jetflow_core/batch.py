@@ -19,7 +19,7 @@ from jetflow_core.tree import DraftTree, Ints, ancestor_mask, pack_bits
 
 @dataclass(frozen=True)
 class Segment:
-    """One sequence's rows: ids at depths below `prefix` cached tokens, as a chain or as a tree (then `tree` gives the parents)."""
+    """One sequence's rows: ids at depths below `prefix` cached tokens, a chain, or a tree when `tree` gives the parents."""
 
     ids: Ints
     depths: Ints
@@ -55,7 +55,9 @@ class ForwardBatch:
     tree_mask: Tensor | None  # [T, W] int32
 
 
-def build_batch(segments: Sequence[Segment], page: int, device: torch.device, *, bidirectional: bool = False) -> ForwardBatch:
+def build_batch(
+    segments: Sequence[Segment], page: int, device: torch.device, *, bidirectional: bool = False
+) -> ForwardBatch:
     """Lay `segments` out as one ragged batch. `bidirectional` lets every row of a chain see its whole segment (DFlash heads)."""
     lengths = [len(segment.ids) for segment in segments]
     starts = np.concatenate([[0], np.cumsum(lengths)])

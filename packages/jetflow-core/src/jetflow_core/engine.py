@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,14 @@ class EngineConfig:
     candidates: int = 16
 
     def __post_init__(self) -> None:
-        least = {"budget": 0, "page_size": 1, "cache_bytes": 1, "max_batch_tokens": 1, "max_running": 1, "candidates": 1}
+        least = {
+            "budget": 0,
+            "page_size": 1,
+            "cache_bytes": 1,
+            "max_batch_tokens": 1,
+            "max_running": 1,
+            "candidates": 1,
+        }
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} is {getattr(self, name)}: use {minimum} or more")
@@ -74,13 +82,21 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model, self.tokenizer = model, tokenizer
-        self.max_model_len = min(config.max_model_len or model.config.max_position_embeddings, _position_limit(model, head))
+        self.max_model_len = min(
+            config.max_model_len or model.config.max_position_embeddings, _position_limit(model, head)
+        )
         self.vocab_size = min(model.config.vocab_size, tokenizer.size if tokenizer else model.config.vocab_size)
         self.device = model.embed.device
         num_blocks = config.num_pages or self._default_blocks(head)
         shape = model.config
         self.cache = KVCache(
-            shape.num_layers, num_blocks, config.page_size, shape.num_kv_heads, shape.head_dim, model.embed.dtype, self.device
+            shape.num_layers,
+            num_blocks,
+            config.page_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            model.embed.dtype,
+            self.device,
         )
         self.drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates) if head else None
         self.scheduler = Scheduler(
@@ -96,10 +112,14 @@ class Engine:
 
     def _default_blocks(self, head: DraftHead | None) -> int:
         shape, page = self.model.config, self.config.page_size
-        bytes_per_slot = KVCache.bytes_per_slot(shape.num_layers, shape.num_kv_heads, shape.head_dim, self.model.embed.dtype)
+        bytes_per_slot = KVCache.bytes_per_slot(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.model.embed.dtype
+        )
         if head is not None:
             own = head.config
-            bytes_per_slot += KVCache.bytes_per_slot(own.num_layers, own.num_kv_heads, own.head_dim, self.model.embed.dtype)
+            bytes_per_slot += KVCache.bytes_per_slot(
+                own.num_layers, own.num_kv_heads, own.head_dim, self.model.embed.dtype
+            )
         wanted = self.config.max_running * (self.max_model_len // page + 2)
         return max(1, min(wanted, self.config.cache_bytes // (bytes_per_slot * page)))
 
@@ -212,7 +232,7 @@ class Engine:
             if high > low
         ]
         chosen = choose(self.model.logits(hidden)[:, : self.vocab_size], asked).cpu().numpy()
-        return [chosen[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        return [chosen[low:high] for low, high in itertools.pairwise(bounds)]
 
     def _commit(self, verified: Sequence[Verified], taps: Tensor) -> None:
         """Make the accepted rows part of the prefix: move their K/V to contiguous slots and write the drafter's context."""

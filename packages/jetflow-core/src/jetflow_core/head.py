@@ -1,6 +1,6 @@
 """The JetFlow draft head: one forward over [anchor, MASK, …] gives the logits of every draft depth.
 
-Shapes: T tokens, C head width (= the target's), K taps, V target vocabulary, V' draft vocabulary, P inner width of the pairwise MLP.
+Shapes: T tokens, C head width (= the target's), K taps, V target vocabulary, V' draft vocabulary, P pairwise inner width.
 Source: PAPER "Method" (arXiv 2606.18394) and the DFlash/JetSpec checkpoint layout; the pairwise conditioning is ours.
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import jetflow_triton as ops
 from jetflow_core.config import HeadConfig
-from jetflow_core.layers import MLP, Attend, Attention, DecoderLayer, Linear, RMSNorm
+from jetflow_core.layers import MLP, Attend, Attention, DecoderLayer, DecoderStack, Linear, RMSNorm
 from jetflow_core.rope import rope_table
 from jetflow_core.weights import open_head
 
@@ -55,21 +55,30 @@ class DraftHead(nn.Module):
         super().__init__()
         width = config.hidden_size
         if embed.shape[1] != width or lm_head.shape[1] != width:
-            raise ValueError(f"draft head has hidden_size {width}, its target has {embed.shape[1]}: they do not belong together")
+            raise ValueError(
+                f"draft head has hidden_size {width}, its target has {embed.shape[1]}: they do not belong together"
+            )
         if config.mask_token_id >= embed.shape[0]:
-            raise ValueError(f"draft head has mask_token_id {config.mask_token_id}, the target's table has {embed.shape[0]} rows")
+            raise ValueError(
+                f"draft head has mask_token_id {config.mask_token_id}, the target's table has {embed.shape[0]} rows"
+            )
         self.config = config
         self.fc = Linear(len(config.target_layer_ids) * config.target_hidden_size, width)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
-        self.layers = nn.ModuleList(_layer(config) for _ in range(config.num_layers))
+        self.layers = DecoderStack(_layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.pairwise = (
-            PairwiseMLP(width, config.pairwise_size, config.rms_norm_eps) if config.branch_conditioning == "pairwise" else None
+            PairwiseMLP(width, config.pairwise_size, config.rms_norm_eps)
+            if config.branch_conditioning == "pairwise"
+            else None
         )
         self.mask_embed = nn.Parameter(torch.zeros(width)) if config.learned_mask else None
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", _table(config), persistent=False)
-        self._target = {"embed": embed, "lm_head": lm_head}  # a plain dict keeps the target's tables out of the parameters
+        self._target = {
+            "embed": embed,
+            "lm_head": lm_head,
+        }  # a plain dict keeps the target's tables out of the parameters
         self.draft_vocab: Tensor | None = None
         self._rows = Linear(width, lm_head.shape[0])
         self.set_draft_vocab(draft_vocab)
@@ -81,7 +90,13 @@ class DraftHead(nn.Module):
         """Restrict the logits to the target ids [V'] (ascending, unique); None scores the whole vocabulary."""
         rows = self._target["lm_head"]
         if ids is not None:
-            if ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= len(rows):
+            if (
+                ids.dtype != torch.int64
+                or ids.ndim != 1
+                or len(ids) == 0
+                or int(ids.min()) < 0
+                or int(ids.max()) >= len(rows)
+            ):
                 raise ValueError(f"draft vocabulary must hold int64 ids below {len(rows)}")
             rows = rows[ids]
         self.draft_vocab = ids
@@ -109,17 +124,21 @@ class DraftHead(nn.Module):
         The features are the same for all layers, so one product with the stacked projections serves them all.
         """
         config = self.config
-        if self._context is not None:
-            stacked = self._context(features)
-        else:
-            stacked = functional.linear(features, self._context_weight())
+        packed = self._context
+        stacked = functional.linear(features, self._context_weight()) if packed is None else packed(features)
         stacked = stacked.view(len(features), config.num_layers, 2, config.num_kv_heads, config.head_dim)
         no_query = features.new_empty(len(features), 0, config.head_dim)
         pairs: list[tuple[Tensor, Tensor]] = []
         for index, layer in enumerate(self.layers):
             attention = layer.attention
             _, k = ops.qk_norm_rope(
-                no_query, stacked[:, index, 0], positions, self.cos_sin, attention.q_norm, attention.k_norm, attention.eps
+                no_query,
+                stacked[:, index, 0],
+                positions,
+                self.cos_sin,
+                attention.q_norm,
+                attention.k_norm,
+                attention.eps,
             )
             pairs.append((k, stacked[:, index, 1]))
         return pairs
@@ -129,10 +148,7 @@ class DraftHead(nn.Module):
         x = functional.embedding(input_ids, self._target["embed"])
         if self.mask_embed is not None:
             x = torch.where((input_ids == self.config.mask_token_id)[:, None], self.mask_embed, x)
-        delta: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, positions, self.cos_sin, index, attend)
-        return self.norm.add(delta, x)[0]
+        return self.layers(x, positions, self.cos_sin, attend, self.norm)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [T, V'] of hidden states [T, C]."""
@@ -151,7 +167,9 @@ class DraftHead(nn.Module):
         Equals `logits(condition(hidden, parent))` at the children's columns, at the cost of a few rows instead of the vocabulary.
         Needs `pack`.
         """
-        assert self.pairwise is not None and self._token_table is not None and self._row_table is not None
+        assert self.pairwise is not None
+        assert self._token_table is not None
+        assert self._row_table is not None
         hidden_part = self.pairwise.hidden(hidden)[..., None, :]
         inner = (self._token_table[parents] + hidden_part).flatten(0, -2)
         corrected = self.pairwise.down(ops.silu_mul(inner)).view(*parents.shape, -1) + hidden[..., None, :]
@@ -177,7 +195,7 @@ class DraftHead(nn.Module):
         config, source = open_head(path)
         draft_vocab = None
         if config.draft_vocab_size is not None:
-            draft_vocab = source.take("d2t", (config.draft_vocab_size,)).to(torch.int64)
+            draft_vocab = source.take("d2t", (config.draft_vocab_size,), integer=True).to(torch.int64)
         head = cls(config, embed, lm_head, draft_vocab if draft_vocab is None else draft_vocab.to(embed.device))
         with torch.no_grad():
             for name, tensor in _named_tensors(head):
@@ -194,12 +212,13 @@ class DraftHead(nn.Module):
         """Prepare for inference: stacked and packed weights, and the token half of the pairwise MLP as a table [V', 2P]."""
         self._context = Linear(self.config.hidden_size, len(self._context_weight()))
         self._context.weight = nn.Parameter(self._context_weight().detach(), requires_grad=False)
-        assert self._rows.weight is not None
-        self._row_table = self._rows.weight
+        self._row_table = self._rows.dense
         if self.pairwise is not None:
             embed = self._target["embed"]
             with torch.no_grad():
-                self._token_table = self.pairwise.token_part(embed if self.draft_vocab is None else embed[self.draft_vocab])
+                self._token_table = self.pairwise.token_part(
+                    embed if self.draft_vocab is None else embed[self.draft_vocab]
+                )
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
@@ -207,7 +226,7 @@ class DraftHead(nn.Module):
     def _context_weight(self) -> Tensor:
         """The k and v rows [L·2·Hk·D, C] of every layer's fused projection."""
         first = self.config.num_heads * self.config.head_dim
-        return torch.cat([layer.attention.qkv.weight[first:] for layer in self.layers])
+        return torch.cat([layer.attention.qkv.dense[first:] for layer in self.layers])
 
 
 def _table(config: HeadConfig) -> Tensor:
@@ -227,41 +246,37 @@ def _named_tensors(head: DraftHead) -> list[tuple[str, Tensor]]:
     config = head.config
     sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
     named: list[tuple[str, Tensor]] = [
-        ("fc.weight", _weight(head.fc)),
+        ("fc.weight", head.fc.dense),
         ("hidden_norm.weight", head.hidden_norm.weight),
         ("norm.weight", head.norm.weight),
     ]
     for index, layer in enumerate(head.layers):
-        assert isinstance(layer, DecoderLayer) and isinstance(layer.feed_forward, MLP)
+        assert isinstance(layer.feed_forward, MLP)
         prefix, attention = f"layers.{index}", layer.attention
         named += [
             (f"{prefix}.self_attn.{name}_proj.weight", part)
-            for name, part in zip("qkv", _weight(attention.qkv).split(sizes), strict=True)
+            for name, part in zip("qkv", attention.qkv.dense.split(sizes), strict=True)
         ]
-        assert attention.q_norm is not None and attention.k_norm is not None
-        gate, up = _weight(layer.feed_forward.gate_up).chunk(2)
+        assert attention.q_norm is not None
+        assert attention.k_norm is not None
+        gate, up = layer.feed_forward.gate_up.dense.chunk(2)
         named += [
-            (f"{prefix}.self_attn.o_proj.weight", _weight(attention.o)),
+            (f"{prefix}.self_attn.o_proj.weight", attention.o.dense),
             (f"{prefix}.self_attn.q_norm.weight", attention.q_norm),
             (f"{prefix}.self_attn.k_norm.weight", attention.k_norm),
             (f"{prefix}.input_layernorm.weight", layer.input_norm.weight),
             (f"{prefix}.post_attention_layernorm.weight", layer.post_attention_norm.weight),
             (f"{prefix}.mlp.gate_proj.weight", gate),
             (f"{prefix}.mlp.up_proj.weight", up),
-            (f"{prefix}.mlp.down_proj.weight", _weight(layer.feed_forward.down)),
+            (f"{prefix}.mlp.down_proj.weight", layer.feed_forward.down.dense),
         ]
     if head.pairwise is not None:
         named += [
             ("pairwise.norm.weight", head.pairwise.norm.weight),
-            ("pairwise.previous.weight", _weight(head.pairwise.previous)),
-            ("pairwise.hidden.weight", _weight(head.pairwise.hidden)),
-            ("pairwise.down.weight", _weight(head.pairwise.down)),
+            ("pairwise.previous.weight", head.pairwise.previous.dense),
+            ("pairwise.hidden.weight", head.pairwise.hidden.dense),
+            ("pairwise.down.weight", head.pairwise.down.dense),
         ]
     if head.mask_embed is not None:
         named.append(("mask_embed", head.mask_embed))
     return named
-
-
-def _weight(linear: Linear) -> Tensor:
-    assert linear.weight is not None, "a packed head cannot be saved"
-    return linear.weight

@@ -5,7 +5,8 @@ Shapes: T tokens of a flat batch, C model width, Hq/Hk query and key/value heads
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,12 @@ class Linear(nn.Module):
         self._packed: Tensor | None = None
         self._compute_dtype = torch.float32
 
+    @property
+    def dense(self) -> nn.Parameter:
+        """The weight itself; a packed one is gone."""
+        assert self.weight is not None, "the weight has been packed for inference"
+        return self.weight
+
     def pack(self) -> None:
         """Replace the weight by its packed form. Does nothing off the CPU or without oneDNN; training must not call it."""
         if self.weight is None or self.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -58,7 +65,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in_features] to [..., out_features]."""
         if self._packed is None:
-            return functional.linear(x, self.weight, self.bias)
+            return functional.linear(x, self.dense, self.bias)
         if x.shape[0] == 0:
             return x.new_zeros(0, self._packed.shape[0])
         y = torch.ops.mkldnn._linear_pointwise(x.to(self._compute_dtype), self._packed, self.bias, "none", [], "")
@@ -86,7 +93,15 @@ class Attention(nn.Module):
     """Grouped-query attention with fused q/k/v projection and optional per-head q/k norm (Qwen3 has it, Llama has not)."""
 
     def __init__(
-        self, width: int, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, *, qk_norm: bool, bias: bool = False
+        self,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        qk_norm: bool,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim, self.eps = num_heads, num_kv_heads, head_dim, eps
@@ -152,3 +167,32 @@ class DecoderLayer(nn.Module):
             normed, x = self.input_norm.add(delta, x)
         normed, x = self.post_attention_norm.add(self.attention(normed, positions, cos_sin, layer, attend), x)
         return x, self.feed_forward(normed)
+
+
+class DecoderStack(nn.ModuleList):
+    """The layers of a decoder or a head, run in order."""
+
+    def __iter__(self) -> Iterator[DecoderLayer]:
+        """The layers, typed."""
+        return cast("Iterator[DecoderLayer]", super().__iter__())
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        attend: Attend,
+        norm: RMSNorm,
+        tap_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Return (norm of the last residual stream [T, C], the streams after `tap_layers` side by side [T, K·C])."""
+        delta: Tensor | None = None
+        taps: dict[int, Tensor] = {}
+        for index, layer in enumerate(self):
+            x, update = layer(x, delta, positions, cos_sin, index, attend)
+            if index in tap_layers:
+                taps[index] = x + update
+            delta = update
+        hidden = norm(x) if delta is None else norm.add(delta, x)[0]
+        tapped = torch.cat([taps[index] for index in tap_layers], dim=-1) if tap_layers else x.new_empty(len(x), 0)
+        return hidden, tapped

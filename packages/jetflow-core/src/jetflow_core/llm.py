@@ -74,7 +74,10 @@ class LLM:
         return self.engine.tokenizer
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams], budget: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        budget: int | None = None,
     ) -> list[Completion]:
         """Run all `prompts` (token ids) in one batch; completions come in their order. `budget` as in `Engine.add`.
 
@@ -82,7 +85,9 @@ class LLM:
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters: give one for all or one each")
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(each)} sampling parameters: give one for all or one each"
+            )
         ids: list[str] = []
         try:
             ids += (self.engine.add(prompt, own, budget) for prompt, own in zip(prompts, each, strict=True))

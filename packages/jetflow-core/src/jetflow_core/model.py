@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jetflow_core.config import ModelConfig
-from jetflow_core.layers import MLP, Attend, Attention, DecoderLayer, Linear, MoE, RMSNorm, has_native_bfloat16
+from jetflow_core.layers import (
+    MLP,
+    Attend,
+    Attention,
+    DecoderLayer,
+    DecoderStack,
+    Linear,
+    MoE,
+    RMSNorm,
+    has_native_bfloat16,
+)
 from jetflow_core.rope import rope_table
 from jetflow_core.weights import Checkpoint, TensorSource, open_checkpoint
 
@@ -26,7 +36,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(_layer(config, index) for index in range(config.num_layers))
+        self.layers = DecoderStack(_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.cos_sin: Tensor
@@ -46,15 +56,7 @@ class Decoder(nn.Module):
         A tap is the residual stream after the named layer, as Hugging Face's `hidden_states[id + 1]`.
         """
         x = functional.embedding(input_ids, self.embed)
-        delta: Tensor | None = None
-        taps: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, positions, self.cos_sin, index, attend)
-            if index in tap_layers:
-                taps[index] = x + delta
-        hidden, _ = self.norm.add(delta, x)
-        tapped = torch.cat([taps[index] for index in tap_layers], dim=-1) if tap_layers else x.new_empty(len(x), 0)
-        return hidden, tapped
+        return self.layers(x, positions, self.cos_sin, attend, self.norm, tap_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, V] of final hidden states [T, C]."""
@@ -153,9 +155,8 @@ def _fill(model: Decoder, source: TensorSource) -> None:
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed
     else:
-        fill(_weight(model.lm_head), "lm_head.weight")
+        fill(model.lm_head.dense, "lm_head.weight")
     for index, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer)
         _fill_layer(layer, f"model.layers.{index}", config, fill)
     tied = config.tie_word_embeddings
     source.finish(lambda name: name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"))
@@ -176,7 +177,7 @@ def _fill_layer(layer: DecoderLayer, prefix: str, config: ModelConfig, fill: Cal
         _fill_parts(feed_forward.gate_up, [inner, inner], [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"], fill)
         _fill_parts(feed_forward.down, [config.hidden_size], [f"{prefix}.mlp.down_proj"], fill)
         return
-    fill(_weight(feed_forward.router), f"{prefix}.mlp.gate.weight")
+    fill(feed_forward.router.dense, f"{prefix}.mlp.gate.weight")
     for expert in range(config.num_experts):
         gate, up = feed_forward.gate_up[expert].chunk(2)
         fill(gate, f"{prefix}.mlp.experts.{expert}.gate_proj.weight")
@@ -185,13 +186,8 @@ def _fill_layer(layer: DecoderLayer, prefix: str, config: ModelConfig, fill: Cal
 
 
 def _fill_parts(linear: Linear, sizes: list[int], names: list[str], fill: Callable[[Tensor, str], None]) -> None:
-    for part, name in zip(_weight(linear).split(sizes), names, strict=True):
+    for part, name in zip(linear.dense.split(sizes), names, strict=True):
         fill(part, f"{name}.weight")
     if linear.bias is not None:
         for part, name in zip(linear.bias.split(sizes), names, strict=True):
             fill(part, f"{name}.bias")
-
-
-def _weight(linear: Linear) -> Tensor:
-    assert linear.weight is not None
-    return linear.weight

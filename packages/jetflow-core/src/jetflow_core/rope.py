@@ -1,4 +1,4 @@
-"""Rotary position tables with linear and YaRN scaling.
+"""Rotary position tables with linear, YaRN and Llama 3 scaling.
 
 Sources: RoFormer (rotary embedding), "YaRN: Efficient Context Window Extension" (Peng et al.) sections 3.2–3.4; the parameter
 names and defaults are those of Hugging Face configurations.
@@ -30,6 +30,14 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int, frequencies: Tensor, max_
     return frequencies / rope.factor * interpolate + frequencies * (1 - interpolate)
 
 
+def _llama3_frequencies(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3's scaling: short wavelengths kept, long ones interpolated, a linear blend between."""
+    assert rope.original_max_position_embeddings is not None
+    rotations = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return frequencies / rope.factor * (1 - keep) + frequencies * keep
+
+
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     """Factor on cos and sin that stands for YaRN's attention temperature."""
     if rope.attention_factor is not None:
@@ -56,5 +64,7 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: int, max_position_emb
     elif rope.type == "yarn":
         frequencies = _yarn_frequencies(rope, head_dim, frequencies, max_position_embeddings)
         scale = _yarn_attention_factor(rope)
+    elif rope.type == "llama3":
+        frequencies = _llama3_frequencies(rope, frequencies)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     return torch.cat([angles.cos() * scale, angles.sin() * scale], dim=-1)

@@ -32,10 +32,14 @@ class Candidates:
         depths, width = self.tokens.shape
         shared = self.following.shape[1] if self.following.ndim == 3 else 0
         expected = (depths - 1, shared, width)
-        if self.first.shape != (width,) or self.following.shape != expected or (depths > 1 and shared not in (1, width)):
+        if (
+            self.first.shape != (width,)
+            or self.following.shape != expected
+            or (depths > 1 and shared not in (1, width))
+        ):
             raise ValueError(
-                f"candidates of {depths} depths and width {width} need first [{width}] and following [{depths - 1}, 1 or {width}, "
-                f"{width}], not {self.first.shape} and {self.following.shape}"
+                f"candidates of {depths} depths and width {width} need first [{width}] and following "
+                f"[{depths - 1}, 1 or {width}, {width}], not {self.first.shape} and {self.following.shape}"
             )
 
 
@@ -76,9 +80,9 @@ class DraftTree:
 def best_first_tree(anchor: int, candidates: Candidates, budget: int, max_depth: int) -> DraftTree:
     """The `budget` most probable nodes (besides the anchor) that form a tree over `candidates`, at most `max_depth` deep.
 
-    Since a path's score never exceeds its prefix's, taking nodes in order of score keeps the set prefix-closed and optimal. A heap
-    holds, for every node taken, its best untaken child, and for every child its next sibling: O(budget · log budget). Ties
-    break by (depth, rank), so trees are deterministic.
+    Since a path's score never exceeds its prefix's, taking nodes in order of score keeps the set prefix-closed and optimal.
+    A heap holds, for every node taken, its best untaken child, and for every child its next sibling: O(budget · log budget).
+    Ties break by (depth, rank), so trees are deterministic.
     """
     max_depth = min(max_depth, len(candidates.tokens))
     tokens, parents, depths, scores = [anchor], [-1], [0], [0.0]
@@ -138,13 +142,13 @@ def pack_bits(bits: NDArray[np.bool_]) -> NDArray[np.int32]:
 def accept(tree: DraftTree, choices: Ints) -> tuple[list[int], list[int]]:
     """Walk from the anchor along the target's own choices; return (nodes of the path, new tokens).
 
-    `choices` [N] is the token that the target picks after each node (its argmax, or its sample under the seeded Gumbel noise). While
-    the choice at the current node is one of its children, the walk goes there; the first choice that is not becomes the
-    bonus token. So the new tokens are exactly those of step-by-step decoding: the path's tokens, then the bonus.
+    `choices` [N] is the token that the target picks after each node (its argmax, or its sample under the seeded Gumbel
+    noise). While the choice at the current node is one of its children, the walk goes there; the first choice that is not
+    becomes the bonus token. So the new tokens are exactly those of step-by-step decoding: the path's tokens, then the bonus.
 
-    Why this is lossless at any temperature: the choice at a node depends only on the target's distribution given that path, never on
-    the draft. For a deterministic tree this is sequential rejection sampling, whose chance to go on is the target's mass on the
-    node's children (PAPER "Verification").
+    Why this is lossless at any temperature: the choice at a node depends only on the target's distribution given that path,
+    never on the draft. For a deterministic tree this equals sequential rejection sampling, whose chance to go on is the
+    target's mass on the node's children (arXiv 2606.18394, verification).
     """
     node, path = 0, [0]
     while True:

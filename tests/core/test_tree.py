@@ -1,0 +1,136 @@
+"""Trees: structure, best-first optimality, the mask as the set of ancestors, and the acceptance walk."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetflow_core.tree import Candidates, DraftTree, accept, ancestor_mask, best_first_tree, pack_bits
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_nodes: int = 70) -> DraftTree:
+    size = draw(st.integers(1, max_nodes))
+    parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, size)]
+    depths = [0] * size
+    for i in range(1, size):
+        depths[i] = depths[parents[i]] + 1
+    seen: dict[int, int] = {}
+    tokens = [7]
+    for parent in parents[1:]:  # the n-th child of a node gets token n: siblings differ
+        tokens.append(seen.get(parent, 0))
+        seen[parent] = tokens[-1] + 1
+    return DraftTree(np.array(tokens), np.array(parents), np.array(depths), np.zeros(size))
+
+
+def ancestors(tree: DraftTree, node: int) -> set[int]:
+    found = {node}
+    while tree.parents[node] >= 0:
+        node = int(tree.parents[node])
+        found.add(node)
+    return found
+
+
+@given(trees())
+def test_mask_row_is_the_node_and_its_ancestors(tree: DraftTree) -> None:
+    words = (len(tree) + 31) // 32 + 1
+    mask = ancestor_mask(tree, words)
+    assert mask.shape == (len(tree), words)
+    assert mask.dtype == np.int32
+    for node in range(len(tree)):
+        bits = {w * 32 + b for w in range(words) for b in range(32) if int(mask[node, w]) >> b & 1}
+        assert bits == ancestors(tree, node)
+
+
+def test_packing_uses_the_sign_bit() -> None:
+    bits = np.zeros((1, 32), dtype=bool)
+    bits[0, 31] = True
+    assert pack_bits(bits).tolist() == [[-(2**31)]]
+
+
+@st.composite
+def candidates(draw: st.DrawFn) -> Candidates:
+    depths, width = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shared = draw(st.booleans())
+    rows = 1 if shared else width
+    value = st.floats(-5, 0, width=32) | st.just(float("-inf"))
+    first = np.array(draw(st.lists(value, min_size=width, max_size=width)), dtype=np.float32)
+    count = (depths - 1) * rows * width
+    flat = np.array(draw(st.lists(value, min_size=count, max_size=count)), dtype=np.float32)
+    tokens = np.arange(depths * width).reshape(depths, width) % 5  # siblings differ, depths repeat tokens
+    return Candidates(tokens, first, flat.reshape(depths - 1, rows, width))
+
+
+def every_path(c: Candidates, max_depth: int) -> dict[tuple[int, ...], float]:
+    depths, width = c.tokens.shape
+    paths: dict[tuple[int, ...], float] = {}
+    for depth in range(1, min(depths, max_depth) + 1):
+        for path in itertools.product(range(width), repeat=depth):
+            score = float(c.first[path[0]])
+            for level, (parent, child) in enumerate(itertools.pairwise(path)):
+                row = 0 if c.following.shape[1] == 1 else parent
+                score += float(c.following[level, row, child])
+            if np.isfinite(score):
+                paths[path] = score
+    return paths
+
+
+@settings(max_examples=200)
+@given(candidates(), st.integers(0, 20), st.integers(0, 4))
+def test_best_first_takes_the_most_probable_paths(c: Candidates, budget: int, max_depth: int) -> None:
+    tree = best_first_tree(99, c, budget, max_depth)
+    best = sorted(every_path(c, max_depth).values(), reverse=True)[:budget]
+    assert len(tree) == 1 + len(best)
+    np.testing.assert_allclose(sorted(tree.scores[1:], reverse=True), best, rtol=1e-6, atol=1e-6)
+    assert tree.depths.max() <= max_depth
+    assert tree.tokens[0] == 99
+
+
+@given(candidates(), st.integers(1, 20))
+def test_a_larger_budget_extends_the_same_tree(c: Candidates, budget: int) -> None:
+    small, large = best_first_tree(0, c, budget, 3), best_first_tree(0, c, budget + 5, 3)
+    size = len(small)
+    assert large.tokens[:size].tolist() == small.tokens.tolist()
+    assert large.parents[:size].tolist() == small.parents.tolist()
+
+
+@given(trees(), st.data())
+def test_acceptance_equals_step_by_step_decoding(tree: DraftTree, data: st.DataObject) -> None:
+    choices = np.array(data.draw(st.lists(st.integers(0, 5), min_size=len(tree), max_size=len(tree))))
+    path, tokens = accept(tree, choices)
+    node, expected = 0, []
+    while True:  # one token at a time: choose, then step to that child if it was drafted
+        expected.append(int(choices[node]))
+        children = [n for n in range(len(tree)) if tree.parents[n] == node and tree.tokens[n] == choices[node]]
+        if not children:
+            break
+        node = children[0]
+    assert tokens == expected
+    assert path[0] == 0
+    assert [int(tree.tokens[n]) for n in path[1:]] == tokens[:-1]
+    assert all(tree.parents[b] == a for a, b in itertools.pairwise(path))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "depths", "message"),
+    [
+        ([1], [0], [0], "anchor"),
+        ([1, 2], [-1, 1], [0, 1], "before their children"),
+        ([1, 2], [-1, -1], [0, 1], "before their children"),
+        ([1, 2], [-1, 0], [0, 2], "one deeper"),
+        ([1, 2, 2], [-1, 0, 0], [0, 1, 1], "siblings"),
+        ([], [], [], "anchor"),
+    ],
+)
+def test_malformed_trees_are_refused(tokens: list[int], parents: list[int], depths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DraftTree(*(np.array(column, dtype=np.int64) for column in (tokens, parents, depths)), np.zeros(len(tokens)))
+
+
+def test_candidates_with_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="following"):
+        Candidates(np.zeros((3, 2), dtype=np.int64), np.zeros(2, np.float32), np.zeros((1, 2, 2), np.float32))

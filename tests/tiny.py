@@ -1,0 +1,95 @@
+"""Tiny random models and heads, shared by the tests of every package."""
+
+from __future__ import annotations
+
+import torch
+
+from jetflow_core.config import HeadConfig, ModelConfig, RopeConfig
+from jetflow_core.head import DraftHead
+from jetflow_core.model import Decoder
+
+VOCAB = 97
+MASK = 96
+KINDS = ("dense", "moe", "llama")
+
+
+def tiny_config(kind: str = "dense", **changes: object) -> ModelConfig:
+    """A four-layer model of width 32 with `VOCAB` tokens: Qwen3 dense, Qwen3 MoE (layer 0 and even layers dense) or Llama."""
+    architecture = {"dense": "Qwen3ForCausalLM", "moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}[kind]
+    fields: dict[str, object] = {
+        "architecture": architecture,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(),
+        "qk_norm": kind != "llama",
+    }
+    if kind == "moe":
+        fields |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        }
+    return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+def tiny_model(kind: str = "dense", seed: int = 0, **changes: object) -> Decoder:
+    """Random float32 weights, wide enough that greedy text varies."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Decoder(tiny_config(kind, **changes)).requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.3, generator=generator)
+    model.set_max_positions(model.config.max_position_embeddings)
+    return model
+
+
+def tiny_head(
+    model: Decoder,
+    *,
+    causal: bool = True,
+    conditioning: str = "pairwise",
+    draft_vocab: torch.Tensor | None = None,
+    block_size: int = 6,
+    seed: int = 0,
+) -> DraftHead:
+    """A two-layer random head for `model`, ready to draft."""
+    target = model.config
+    config = HeadConfig(
+        block_size=block_size,
+        mask_token_id=MASK,
+        target_layer_ids=(0, 2),
+        num_target_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        causal=causal,
+        branch_conditioning=conditioning,
+        pairwise_size=16 if conditioning == "pairwise" else 0,
+        draft_vocab_size=None if draft_vocab is None else len(draft_vocab),
+        learned_mask=True,
+    )
+    assert model.lm_head.weight is not None
+    head = DraftHead(config, model.embed, model.lm_head.weight, draft_vocab)
+    torch.manual_seed(seed)
+    head.reset_parameters(0.2)
+    if head.pairwise is not None:
+        assert head.pairwise.down.weight is not None
+        torch.nn.init.normal_(head.pairwise.down.weight, std=0.2)
+    return head.requires_grad_(False)
