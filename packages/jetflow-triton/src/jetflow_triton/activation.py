@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from jetflow_triton.checks import check_rows
+from jetflow_triton.dispatch import register, register_gradient, uses_op
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -21,7 +24,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         raise ValueError(
             f"gate_up has shape {tuple(gate_up.shape)}: the last dimension holds gate and up, so it is even"
         )
-    return silu_mul_twin(gate_up)
+    return _silu_mul(gate_up) if uses_op(gate_up) else silu_mul_twin(gate_up)
 
 
 def silu_mul_twin(gate_up: Tensor) -> Tensor:
@@ -30,3 +33,23 @@ def silu_mul_twin(gate_up: Tensor) -> Tensor:
     if gate_up.dtype is torch.float32:
         return functional.silu(gate) * up
     return (functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def _shape(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    (gate_up,) = ctx.saved_tensors
+    gate, up = gate_up.float().chunk(2, -1)
+    wide, opened = grad.float(), torch.sigmoid(gate)
+    gate_grad = wide * up * opened * (1 + gate * (1 - opened))
+    return torch.cat((gate_grad, wide * gate * opened), -1).to(gate_up.dtype)
+
+
+_silu_mul = register("silu_mul(Tensor gate_up) -> Tensor", silu_mul_twin, "activation.silu_mul", _shape)
+register_gradient(_silu_mul, _save, _backward)

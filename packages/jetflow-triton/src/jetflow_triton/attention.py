@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from jetflow_triton.checks import check_indices, check_rows
+from jetflow_triton.dispatch import register, uses_op
 
 
 def tree_attention(
@@ -47,7 +48,8 @@ def tree_attention(
         ValueError: a shape or stride does not fit, or (checked on the CPU) a table is too short.
     """
     _check(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask)
-    return tree_attention_twin(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask, scale)
+    run = _tree_attention if uses_op(q) else tree_attention_twin
+    return run(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask, scale)
 
 
 def tree_attention_twin(
@@ -209,3 +211,16 @@ def _check(
         check_indices("tree_mask", tree_mask, 2)
         if tree_mask.shape[0] != tokens:
             raise ValueError(f"tree_mask has {tree_mask.shape[0]} rows for {tokens} queries")
+
+
+def _shape(q: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+_tree_attention = register(
+    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor query_start,"
+    " Tensor prefix_lens, Tensor? tree_mask, float scale) -> Tensor",
+    tree_attention_twin,
+    "attention.tree_attention",
+    _shape,
+)

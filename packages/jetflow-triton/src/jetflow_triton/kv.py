@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from jetflow_triton.checks import check_indices, check_rows
+from jetflow_triton.dispatch import register, uses_op
 
 
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -21,7 +22,7 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         ValueError: a shape or stride does not fit, or (checked on the CPU) a slot is out of range.
     """
     _check_write(k, v, k_cache, v_cache, slots)
-    kv_write_twin(k, v, k_cache, v_cache, slots)
+    (_kv_write if uses_op(k) else kv_write_twin)(k, v, k_cache, v_cache, slots)
 
 
 def kv_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
@@ -37,7 +38,7 @@ def kv_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
         ValueError: a shape or stride does not fit, or (checked on the CPU) a slot is out of range.
     """
     _check_move(kv, source, target)
-    kv_move_twin(kv, source, target)
+    (_kv_move if uses_op(kv) else kv_move_twin)(kv, source, target)
 
 
 def kv_write_twin(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -107,3 +108,16 @@ def _check_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
             raise TypeError(f"{name} is {slots.dtype}: int64 is needed")
     if source.shape != target.shape:
         raise ValueError(f"source has {source.shape[0]} entries, target has {target.shape[0]}")
+
+
+def _nothing(*_: object) -> None:
+    """The ops change their argument and return nothing."""
+
+
+_kv_write = register(
+    "kv_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> ()",
+    kv_write_twin,
+    "kv.kv_write",
+    _nothing,
+)
+_kv_move = register("kv_move(Tensor(a!) kv, Tensor source, Tensor target) -> ()", kv_move_twin, "kv.kv_move", _nothing)

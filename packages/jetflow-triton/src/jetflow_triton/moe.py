@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from jetflow_triton.activation import silu_mul_twin
 from jetflow_triton.checks import check_rows
+from jetflow_triton.dispatch import register, uses_op
 
 
 def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -28,7 +29,7 @@ def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Te
     check_rows("logits", logits, 2)
     if not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"top_k is {top_k}: 1 … {logits.shape[1]} experts can be chosen")
-    return moe_route_twin(logits, top_k, renormalize)
+    return (_moe_route if uses_op(logits) else moe_route_twin)(logits, top_k, renormalize)
 
 
 def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
         ValueError: a shape does not fit.
     """
     _check_experts(x, gate_up, down, weights, experts)
-    return moe_experts_twin(x, gate_up, down, weights, experts)
+    return (_moe_experts if uses_op(x) else moe_experts_twin)(x, gate_up, down, weights, experts)
 
 
 def moe_route_twin(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -100,3 +101,26 @@ def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ex
         raise ValueError(f"weights has shape {tuple(weights.shape)}, experts has {tuple(experts.shape)}")
     if weights.dtype is not torch.float32:
         raise TypeError(f"weights is {weights.dtype}: float32 is needed")
+
+
+def _route_shape(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _experts_shape(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_moe_route = register(
+    "moe_route(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)",
+    moe_route_twin,
+    "moe.moe_route",
+    _route_shape,
+)
+_moe_experts = register(
+    "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts) -> Tensor",
+    moe_experts_twin,
+    "moe.moe_experts",
+    _experts_shape,
+)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetflow_triton.checks import check_rows, check_weight
+from jetflow_triton.dispatch import register, register_gradient, uses_op
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     check_rows("x", x)
     check_weight("weight", weight, x.shape[-1])
-    return rms_norm_twin(x, weight, eps)
+    return _rms_norm(x, weight, eps) if uses_op(x) else rms_norm_twin(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -38,6 +40,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         raise ValueError(f"residual has shape {tuple(residual.shape)}, x has {tuple(x.shape)}: they must be equal")
     if residual.dtype != x.dtype:
         raise TypeError(f"residual is {residual.dtype}, x is {x.dtype}: cast one of them")
+    if uses_op(x):
+        return _add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_twin(x, residual, weight, eps)
 
 
@@ -64,3 +68,57 @@ def _constants(width: int, eps: float, device: torch.device) -> tuple[Tensor, Te
     """`1 / width` and `eps` as float32 tensors."""
     with torch.inference_mode(False):  # usable under autograd, whoever asks first
         return torch.tensor(1.0 / width, device=device), torch.tensor(eps, device=device)
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `rms_norm` in x and weight, for any leading dimensions."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * scale
+    wide_grad = grad.float()
+    weight_grad = None
+    if weight is not None:
+        weight_grad = (wide_grad * normed.to(x.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
+        wide_grad = wide_grad * weight.float()
+    x_grad = scale * (wide_grad - normed * (wide_grad * normed).mean(-1, keepdim=True))
+    return x_grad.to(x.dtype), weight_grad
+
+
+def _rms_norm_shape(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def _add_rms_norm_shape(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _rms_norm_shape(x, weight, eps), x.new_empty(x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *_, weight, ctx.eps = inputs
+    total = output[1] if isinstance(output, tuple) else inputs[0]
+    ctx.save_for_backward(total, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    x, weight = ctx.saved_tensors
+    x_grad, weight_grad = rms_norm_backward(grad, x, weight, ctx.eps)
+    return x_grad, weight_grad, None
+
+
+def _add_backward(ctx: Any, grad: Tensor, total_grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    x, weight = ctx.saved_tensors
+    x_grad, weight_grad = rms_norm_backward(grad, x, weight, ctx.eps)
+    x_grad = x_grad + total_grad
+    return x_grad, x_grad, weight_grad, None
+
+
+_rms_norm = register(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm_twin, "norm.rms_norm", _rms_norm_shape
+)
+_add_rms_norm = register(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    add_rms_norm_twin,
+    "norm.add_rms_norm",
+    _add_rms_norm_shape,
+)
+register_gradient(_rms_norm, _save, _backward)
+register_gradient(_add_rms_norm, _save, _add_backward)

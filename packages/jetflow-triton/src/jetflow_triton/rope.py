@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetflow_triton.checks import check_indices, check_rows, check_weight
-from jetflow_triton.norm import rms_norm_twin
+from jetflow_triton.dispatch import register, register_gradient, uses_op
+from jetflow_triton.norm import rms_norm_backward, rms_norm_twin
 
 
 def qk_norm_rope(
@@ -39,6 +41,8 @@ def qk_norm_rope(
         ValueError: a shape does not fit.
     """
     _check(q, k, positions, cos_sin, q_weight, k_weight)
+    if uses_op(q):
+        return _qk_norm_rope(q, k, positions, cos_sin, q_weight, k_weight, eps)
     return qk_norm_rope_twin(q, k, positions, cos_sin, q_weight, k_weight, eps)
 
 
@@ -128,3 +132,39 @@ def _check(
         check_weight("q_weight", q_weight, width)
     if k_weight is not None:
         check_weight("k_weight", k_weight, width)
+
+
+def _shape(q: Tensor, k: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, positions, cos_sin, q_weight, k_weight = ctx.saved_tensors
+    cos, sin = _lookup(cos_sin, positions)
+    q_grad, q_weight_grad = _rotate_back(q_grad, q, cos, sin, q_weight, ctx.eps)
+    k_grad, k_weight_grad = _rotate_back(k_grad, k, cos, sin, k_weight, ctx.eps)
+    return q_grad, k_grad, None, None, q_weight_grad, k_weight_grad, None
+
+
+def _rotate_back(
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """A rotation's transpose turns the other way; then the norm's gradient."""
+    half = x.shape[2] // 2
+    normed_grad = (grad * cos - grad.roll(half, -1) * sin).to(x.dtype)
+    return (normed_grad, None) if weight is None else rms_norm_backward(normed_grad, x, weight, eps)
+
+
+_qk_norm_rope = register(
+    "qk_norm_rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float eps)"
+    " -> (Tensor, Tensor)",
+    qk_norm_rope_twin,
+    "rope.qk_norm_rope",
+    _shape,
+)
+register_gradient(_qk_norm_rope, _save, _backward)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetflow_triton.kernels.common import ceil_div, power_of_two, rows_of
+from jetflow_triton.kernels.common import EXACT, ceil_div, power_of_two, rows_of
 
 
 @triton.jit
@@ -33,6 +33,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     block = min(1024, power_of_two(inner))
     if rows.shape[0]:
         silu_mul_kernel[(rows.shape[0], ceil_div(inner, block))](
-            rows, out, rows.stride(0), INNER=inner, BLOCK=block, num_warps=4
+            rows, out, rows.stride(0), INNER=inner, BLOCK=block, num_warps=4, **EXACT
         )
     return out

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetflow_triton.kernels.common import ceil_div, dot_precision, power_of_two
+from jetflow_triton.kernels.common import EXACT, ceil_div, dot_precision, power_of_two
 
 SPLIT = 512
 ROWS = 64  # one tile height for every shape: another would change the tensor-core instruction, and with it the bits
@@ -39,13 +39,11 @@ def _find(query_start, batch, tile, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr
 
 @triton.jit
 def _merge(acc, peak, total, new_acc, new_peak, new_total):
-    """Adds one split to the splits before it. Explicit fma: the compiler's choice would not be the same everywhere."""
+    """Adds one split to the splits before it."""
     top = tl.maximum(peak, new_peak)
     base = tl.where(top == float("-inf"), 0.0, top)
     keep, add = tl.exp2(peak - base), tl.exp2(new_peak - base)
-    scaled, scaled_total = new_acc * add[:, None], new_total * add
-    acc = tl.fma(acc, tl.broadcast_to(keep[:, None], acc.shape), scaled)
-    return acc, top, tl.fma(total, keep, scaled_total)
+    return acc * keep[:, None] + new_acc * add[:, None], top, total * keep + new_total * add
 
 
 @triton.jit
@@ -87,7 +85,7 @@ def _reduce(
         if IN_TREE:
             node = slots - prefix
             if HAS_MASK:
-                wanted = (row_inside[:, None] & (inside & (node >= 0))[None, :])
+                wanted = row_inside[:, None] & (inside & (node >= 0))[None, :]
                 words = tl.load(mask_row[:, None] + (tl.maximum(node, 0) // 32)[None, :], mask=wanted, other=0)
                 seen = ((words >> (tl.maximum(node, 0) % 32)[None, :]) & 1) != 0
             else:
@@ -233,7 +231,7 @@ def merge_splits_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for split in range(0, splits):
+    for split in range(splits):
         place = (token + split * tokens) * HEADS + heads
         new_acc = tl.load(partial + place[:, None] * WIDTH + lanes[None, :], mask=stored, other=0.0)
         new_peak = tl.load(partial_stats + place * 2, mask=inside, other=float("-inf"))
@@ -259,10 +257,8 @@ def tile_for(width: int, itemsize: int) -> Tile:
     if size <= 128:
         return Tile(64, 4, 3)
     if size <= 256:
-        return Tile(64, 4, 2)
-    if size <= 512:
-        return Tile(32, 4, 2)
-    return Tile(16, 8, 2)
+        return Tile(64, 8, 2)
+    return Tile(32 if size <= 512 else 16, 8, 2)
 
 
 def tree_attention(
@@ -324,6 +320,7 @@ def tree_attention(
         PRECISION=dot_precision(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **EXACT,
     )
     if in_grid:
         block_h = max(1, min(power_of_two(heads), 1024 // block_d))
@@ -342,5 +339,6 @@ def tree_attention(
             BLOCK_D=block_d,
             SPLIT_SIZE=SPLIT,
             num_warps=4,
+            **EXACT,
         )
     return out

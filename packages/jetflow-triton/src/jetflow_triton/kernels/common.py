@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
+
+EXACT = {"enable_fp_fusion": False}
+"""Launch option: products and sums are rounded one by one. Which of them the compiler would fuse differs from kernel to
+kernel, and with it the bits of a row; the kernels wait for memory, not for these."""
 
 
 def power_of_two(n: int) -> int:
@@ -31,6 +34,3 @@ def rows_of(x: Tensor) -> Tensor:
 def dot_precision(dtype: torch.dtype) -> str:
     """float32 products are exact products; the tensor cores' tf32 would lose 13 bits."""
     return "ieee" if dtype is torch.float32 else "tf32"
-
-
-__all__ = ["ceil_div", "dot_precision", "power_of_two", "rows_of", "triton", "warps_for"]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetflow_triton.kernels.common import ceil_div, power_of_two
+from jetflow_triton.kernels.common import EXACT, ceil_div, power_of_two
 
 
 @triton.jit(do_not_specialize=["k_token", "v_token"])
@@ -71,6 +71,7 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         WIDTH=width,
         BLOCK=power_of_two(heads * width),
         num_warps=4,
+        **EXACT,
     )
 
 
@@ -86,5 +87,5 @@ def kv_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
     grid = (moves, planes, ceil_div(width, block))
     for slots, gather in ((source, True), (target, False)):
         kv_copy_kernel[grid](
-            kv, scratch, slots, target, moves, plane_size, WIDTH=width, BLOCK=block, GATHER=gather, num_warps=4
+            kv, scratch, slots, target, moves, plane_size, WIDTH=width, BLOCK=block, GATHER=gather, num_warps=4, **EXACT
         )

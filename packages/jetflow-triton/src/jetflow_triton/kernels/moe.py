@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetflow_triton.kernels.activation import silu
-from jetflow_triton.kernels.common import ceil_div, dot_precision, power_of_two
+from jetflow_triton.kernels.common import EXACT, ceil_div, dot_precision, power_of_two
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -214,6 +214,7 @@ def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Te
             BLOCK_K=power_of_two(top_k),
             RENORMALIZE=renormalize,
             num_warps=1 if experts <= 256 else 4,
+            **EXACT,
         )
     return weights, chosen
 
@@ -231,7 +232,7 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     experts, weights = experts.contiguous(), weights.contiguous()
     order = experts.new_empty(pairs, dtype=torch.int32)
     starts = experts.new_empty(count + 1, dtype=torch.int32)
-    sort_pairs_kernel[(count,)](experts, order, starts, pairs, BLOCK=1024, num_warps=4)
+    sort_pairs_kernel[(count,)](experts, order, starts, pairs, BLOCK=1024, num_warps=4, **EXACT)
     hidden, per_pair = x.new_empty(pairs, inner), x.new_empty(pairs, width)
     tile = tile_for(pairs, count, x.element_size())
     shared = {
@@ -243,6 +244,7 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "PRECISION": dot_precision(x.dtype),
+        **EXACT,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
@@ -256,6 +258,6 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     )
     block = min(1024, power_of_two(width))
     combine_kernel[(tokens, ceil_div(width, block))](
-        per_pair, out, WIDTH=width, TOP_K=top_k, BLOCK=block, num_warps=4
+        per_pair, out, WIDTH=width, TOP_K=top_k, BLOCK=block, num_warps=4, **EXACT
     )
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetflow_triton.kernels.common import power_of_two, rows_of, warps_for
+from jetflow_triton.kernels.common import EXACT, power_of_two, rows_of, warps_for
 
 
 @triton.jit(do_not_specialize=["x_stride", "residual_stride"])
@@ -75,4 +75,5 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
         BLOCK=block,
         ADD=add,
         num_warps=warps_for(block),
+        **EXACT,
     )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetflow_triton.kernels.common import ceil_div, power_of_two
+from jetflow_triton.kernels.common import EXACT, ceil_div, power_of_two
 
 
 @triton.jit
@@ -128,5 +128,6 @@ def qk_norm_rope(
             Q_NORM=q_weight is not None,
             K_NORM=k_weight is not None,
             num_warps=4,
+            **EXACT,
         )
     return q_out, k_out
