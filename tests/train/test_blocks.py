@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_tiny import features_of, tiny_head, tiny_model, tiny_rows
+
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors, sample_lengths
 from jetflow_train.features import RowFeatures
-from training_tiny import features_of, tiny_head, tiny_model, tiny_rows
 
 MODEL = tiny_model()
 ROWS = tiny_rows(4)
@@ -30,7 +31,9 @@ def whole(features: RowFeatures, anchors: list[int], length: int = 5) -> tuple[R
 
 
 def plain_block(features: RowFeatures, anchor: int, length: int, causal: bool) -> torch.Tensor:
-    """One block by itself through ordinary masked attention, written the long way: the reference of the packed forward."""
+    """One block by itself through ordinary masked attention, written the long way: the reference of the packed
+    forward.
+    """
     ids = torch.tensor([int(features.tokens[anchor])] + [MASK] * (length - 1))
     context = HEAD.context_kv(HEAD.fuse(features.taps[:anchor]), torch.arange(anchor))
 
@@ -55,9 +58,7 @@ def test_packed_blocks_equal_single_blocks(causal: bool) -> None:
     items = [(f, torch.tensor(a), torch.tensor(n)) for f, a, n in zip(FEATURES, anchors, lengths, strict=False)]
     hidden = block_hidden(HEAD, pack_blocks(items, rules(causal=causal)))
     expected = [
-        plain_block(FEATURES[i], a, n, causal)
-        for i in range(3)
-        for a, n in zip(anchors[i], lengths[i], strict=True)
+        plain_block(FEATURES[i], a, n, causal) for i in range(3) for a, n in zip(anchors[i], lengths[i], strict=True)
     ]
     torch.testing.assert_close(hidden, torch.cat(expected), rtol=1e-4, atol=1e-5)
 

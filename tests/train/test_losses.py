@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from jetflow_train.losses import ROWS_PER_CHUNK, draft_index, forward_kl, sparse_teacher
 
 

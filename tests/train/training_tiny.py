@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+
 from jetflow_core.config import ModelConfig, RopeConfig
 from jetflow_core.head import DraftHead
 from jetflow_core.model import Decoder
-
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row
 from jetflow_train.features import RowFeatures, row_features

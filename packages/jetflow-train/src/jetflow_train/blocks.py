@@ -1,11 +1,11 @@
 """Anchors, blocks and the packed training forward's attention.
 
-A block is `[anchor, MASK, …]` at absolute positions a, a + 1, …; slot k predicts the token at a + k from the target's features
-at positions below a. Many blocks of several documents go through the head in one call; their attention is computed per
-document over (context | own block), so no product is spent on pairs that may not see each other.
+A block is `[anchor, MASK, …]` at absolute positions a, a + 1, …; slot k predicts the token at a + k from the target's
+features at positions below a. Many blocks of several documents go through the head in one call; their attention is
+computed per document over (context | own block), so no product is spent on pairs that may not see each other.
 
-Shapes: N slots of all blocks, S context positions of all documents, n and s those of one document, b blocks of at most L slots,
-J slots that carry a loss, M teacher entries.
+Shapes: N slots of all blocks, S context positions of all documents, n and s those of one document, b blocks of at
+most L slots, J slots that carry a loss, M teacher entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from jetflow_core.head import DraftHead
 from jetflow_core.layers import Attend
-
 from jetflow_train.features import RowFeatures
 
 
@@ -26,8 +25,8 @@ from jetflow_train.features import RowFeatures
 class BlockRules:
     """How blocks are drawn. `gamma` weighs slot k by exp(−(k − 1)/γ); None weighs all alike.
 
-    With `truncate`, a block is cut at random so that slot k is *present* with that probability and counts fully: the same
-    expected gradient for fewer slots. It needs a causal head, whose earlier slots do not notice the cut.
+    With `truncate`, a block is cut at random so that slot k is *present* with that probability and counts fully: the
+    same expected gradient for fewer slots. It needs a causal head, whose earlier slots do not notice the cut.
     """
 
     block_size: int
@@ -193,7 +192,7 @@ def block_attention(batch: BlockBatch, context: list[tuple[Tensor, Tensor]]) -> 
     padded, place = batch.padded.flatten(), batch.place
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        total, heads, width = q.shape
+        _, heads, width = q.shape
         groups = heads // k.shape[1]
 
         def by_block(x: Tensor) -> Tensor:  # [N, H, D] → [b, H, L, D]
@@ -216,7 +215,9 @@ def block_attention(batch: BlockBatch, context: list[tuple[Tensor, Tensor]]) -> 
             prefix = weights[..., : seen.shape[-1]].reshape(len(keys), -1, seen.shape[-1]) @ values  # [Hk, G·n, D]
             out.append(prefix.view(heads, end - start, width).transpose(0, 1))
             own_weights.append(weights[..., seen.shape[-1] :].transpose(0, 1))
-        blocks = torch.cat(own_weights).new_zeros(len(padded), heads, longest).index_copy(0, place, torch.cat(own_weights))
+        blocks = (
+            torch.cat(own_weights).new_zeros(len(padded), heads, longest).index_copy(0, place, torch.cat(own_weights))
+        )
         mixed = blocks.unflatten(0, (-1, longest)).transpose(1, 2) @ v_block  # [b, Hq, L, D]
         return torch.cat(out) + mixed.transpose(1, 2).flatten(0, 1).index_select(0, place)
 

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jetflow_core.head import DraftHead
 
+from jetflow_core.head import DraftHead
 from jetflow_train.features import replace_file
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` (tensors and plain values) atomically. Raises ValueError when the disk refuses; the old file stays."""
+    """Write `state` (tensors and plain values) atomically. Raises ValueError when the disk refuses; the old file
+    stays.
+    """
     buffer = io.BytesIO()
     torch.save(state, buffer)
     try:

@@ -31,6 +31,8 @@ class RegenerateOptions:
     max_length: int = _option(1024, "longest prompt and answer together, in tokens")
     batch_size: int = _option(8, "answers generated at a time")
     seed: int = _option(0, "seed of sampled answers")
+    head: str | None = _option(None, "draft head that speeds the answers up; it does not change them")
+    budget: int = _option(8, "node budget with a head")
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,20 @@ class EvaluateOptions:
     output: str | None = _option(None, "JSON file for the results")
 
 
-def load_options(kind: type[Options], file: Path | None, flags: Mapping[str, Any]) -> Options:
-    """Options from the section of `file` and the `flags` given, which win.
+def load_options(
+    kind: type[Options], file: Path | None, flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Options:
+    """Options from `defaults`, the section of `file` and the `flags` given; what comes later wins.
 
     Raises ValueError naming the file and the key for anything unknown or of the wrong type.
     """
-    values = dict(_read_section(kind, file)) if file else {}
-    values.update(flags)
+    values = dict(defaults or {})
+    if file is not None:
+        section = _read_section(kind, file)
+        if "steps" in section:
+            values.pop("minutes", None)
+        values |= section
+    values |= flags
     return kind(**values)
 
 

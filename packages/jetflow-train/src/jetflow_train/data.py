@@ -1,7 +1,7 @@
 """Training rows: prompts with the target's own continuations, as JSONL (plain or gzip), and their held-out split.
 
-A row is `{"id", "temperature", "prompt_ids", "output_ids"}`: the prompt with the chat template applied, the answer with its
-end-of-turn token when it came. Loss and anchors live on `output_ids` alone (the assistant's tokens).
+A row is `{"id", "temperature", "prompt_ids", "output_ids"}`: the prompt with the chat template applied, the answer
+with its end-of-turn token when it came. Loss and anchors live on `output_ids` alone (the assistant's tokens).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def read_rows(paths: Iterable[Path], vocab_size: int, max_length: int) -> list[R
     """Rows of all files, in order, without repeated (id, temperature).
 
     Rows with fewer than two output tokens carry nothing to draft and are left out; outputs are cut at `max_length`.
-    Raises ValueError for a missing key, ids outside the vocabulary, a prompt of `max_length` or more, no usable row at all.
+    Raises ValueError for a missing key, ids outside the vocabulary, a prompt of `max_length` or more, no usable row
+    at all.
     """
     rows: dict[tuple[str, float], Row] = {}
     seen = 0
@@ -84,7 +85,9 @@ def _parse_row(value: dict[str, Any], where: str, vocab_size: int, max_length: i
     if not prompt:
         raise ValueError(f"{where}: 'prompt_ids' is empty")
     if len(prompt) >= max_length:
-        raise ValueError(f"{where}: the prompt has {len(prompt)} tokens, the limit is {max_length}; raise max_length or drop it")
+        raise ValueError(
+            f"{where}: the prompt has {len(prompt)} tokens, the limit is {max_length}; raise max_length or drop it"
+        )
     return Row(str(value["id"]), float(value["temperature"]), prompt, output[: max_length - len(prompt)])
 
 
@@ -99,7 +102,9 @@ def _token_ids(value: Any, key: str, where: str, vocab_size: int) -> tuple[int, 
 
 
 def is_held_out(row_id: str, fraction: float) -> bool:
-    """Whether a prompt is kept for evaluation: by a hash of its id, so every sample of a prompt falls on the same side."""
+    """Whether a prompt is kept for evaluation: by a hash of its id, so every sample of a prompt falls on the same
+    side.
+    """
     digest = hashlib.sha256(row_id.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
@@ -113,7 +118,8 @@ def rows_fingerprint(rows: Sequence[Row]) -> str:
 
 
 def frequent_tokens(rows: Iterable[Row], size: int, vocab_size: int, always: Iterable[int]) -> list[int]:
-    """The draft vocabulary: `size` target ids, ascending: `always`, then the most frequent of the outputs, then the lowest ids.
+    """The draft vocabulary: `size` target ids, ascending: `always`, then the most frequent of the outputs, then the
+    lowest ids.
 
     Raises ValueError when `size` exceeds the vocabulary or cannot hold `always`.
     """

@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jetflow_core.model import Decoder
 from numpy.typing import NDArray
 from torch import Tensor
 
+from jetflow_core.model import Decoder
 from jetflow_train.data import Row, rows_fingerprint
 
 ROWS_PER_SHARD = 64
@@ -42,7 +42,9 @@ class RowFeatures:
     prompt_length: int
     tokens: Tensor  # int64 [T]
     taps: Tensor  # bfloat16 [T, K·C]
-    teacher_ids: Tensor  # int64 [O, M]; entry j belongs to output token j, the distribution at position prompt_length + j − 1
+    teacher_ids: (
+        Tensor  # int64 [O, M]; entry j belongs to output token j, the distribution at position prompt_length + j − 1
+    )
     teacher_logp: Tensor  # float32 [O, M]
 
 

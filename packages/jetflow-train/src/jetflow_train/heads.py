@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from jetflow_core.config import HeadConfig, default_tap_layers
 from jetflow_core.head import DraftHead
 from jetflow_core.model import Decoder
-
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, frequent_tokens
 

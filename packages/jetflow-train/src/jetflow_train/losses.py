@@ -1,9 +1,10 @@
 """Distillation losses against a sparse teacher.
 
-The teacher keeps the target's M likeliest tokens at each position. At temperature τ it is p ∝ exp(logp / τ) over those M
-(at τ = 1 the target's own probabilities, the tail left out); entries outside the draft vocabulary cannot be drafted and are
-dropped *without* renormalising. The forward KL is then Σ_i p_i (log p_i − log q_i) with gradient (Σp)·q − p on the logits: its
-minimum is q = p / Σp, and a position counts as much as its mass lies inside the draft vocabulary.
+The teacher keeps the target's M likeliest tokens at each position. At temperature τ it is p ∝ exp(logp / τ) over
+those M (at τ = 1 the target's own probabilities, the tail left out); entries outside the draft vocabulary cannot be
+drafted and are dropped *without* renormalising. The forward KL is then Σ_i p_i (log p_i − log q_i) with gradient
+(Σp)·q − p on the logits: its minimum is q = p / Σp, and a position counts as much as its mass lies inside the draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ ROWS_PER_CHUNK = 128
 
 @dataclass(frozen=True)
 class Teacher:
-    """Sparse target distributions over draft ids: `ids` [J, M] int64 and `probs` [J, M] float32, 0 where not draftable."""
+    """Sparse target distributions over draft ids: `ids` [J, M] int64 and `probs` [J, M] float32, 0 where not
+    draftable.
+    """
 
     ids: Tensor
     probs: Tensor
@@ -44,7 +47,8 @@ def sparse_teacher(ids: Tensor, logp: Tensor, index: Tensor, temperature: float)
 
 
 def forward_kl(hidden: Tensor, rows: Tensor, teacher: Teacher, weight: Tensor) -> Tensor:
-    """Σ_j weight_j · KL(teacher_j ‖ softmax(rows · hidden_j)), a float32 scalar, for hidden [J, C] and frozen LM-head `rows` [V', C].
+    """Σ_j weight_j · KL(teacher_j ‖ softmax(rows · hidden_j)), a float32 scalar, for hidden [J, C] and frozen LM-head
+    `rows` [V', C].
 
     The gradient reaches `hidden` only. Logits live for `ROWS_PER_CHUNK` positions at a time, and are used for value and
     gradient while in the cache.

@@ -1,7 +1,9 @@
-"""Held-out measures without an engine: teacher-forced accuracy, and τ of greedy tree decoding replayed on known answers.
+"""Held-out measures without an engine: teacher-forced accuracy, and τ of greedy tree decoding replayed on known
+answers.
 
-A greedy row *is* the target's own choice at every position. So whether a draft node would be accepted can be read off the row, and
-decoding with any tree is replayed from cached features alone: draft at a, walk the tree along the row, go on after the bonus token.
+A greedy row *is* the target's own choice at every position. So whether a draft node would be accepted can be read off
+the row, and decoding with any tree is replayed from cached features alone: draft at a, walk the tree along the row,
+go on after the bonus token.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jetflow_core.head import DraftHead
-from jetflow_core.tree import Candidates, DraftTree, best_first_tree
 from torch import Tensor
 
+from jetflow_core.head import DraftHead
+from jetflow_core.tree import Candidates, DraftTree, best_first_tree
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors
 from jetflow_train.features import RowFeatures
 from jetflow_train.losses import draft_index, sparse_teacher
@@ -74,8 +76,8 @@ def forced_metrics(
 def draft_candidates(head: DraftHead, hidden: Tensor, anchor: int, branches: int = BRANCHES) -> Candidates:
     """Candidates of one block from its slots' hidden states [D, C], slot 1 first.
 
-    Depth 1 follows the known anchor, so its scores are already conditioned; deeper tokens are chosen by the marginal logits and
-    scored after every candidate of the depth before, normalised over the whole draft vocabulary.
+    Depth 1 follows the known anchor, so its scores are already conditioned; deeper tokens are chosen by the marginal
+    logits and scored after every candidate of the depth before, normalised over the whole draft vocabulary.
     """
     depths = len(hidden)
     first = head.logits(head.condition(hidden[:1], torch.tensor([anchor])))
@@ -96,7 +98,9 @@ def draft_candidates(head: DraftHead, hidden: Tensor, anchor: int, branches: int
 def replayed_tau(
     head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
 ) -> dict[int, float]:
-    """τ (tokens committed per target forward) at each budget, over `items` from *greedy* rows, their first `max_tokens` tokens."""
+    """τ (tokens committed per target forward) at each budget, over `items` from *greedy* rows, their first
+    `max_tokens` tokens.
+    """
     committed = dict.fromkeys(budgets, 0)
     rounds = dict.fromkeys(budgets, 0)
     for features in items:

@@ -1,7 +1,8 @@
 """The training loop: blocks in, forward KL on conditioned and marginal logits, AdamW, checkpoints, held-out measures.
 
-Everything random is drawn from generators keyed by (seed, epoch, row), so the position (epoch, cursor) is all that a resumed run
-needs to go on with the same blocks. The schedule follows the share of the run that is done: steps of `steps`, or minutes of `minutes`.
+Everything random is drawn from generators keyed by (seed, epoch, row), so the position (epoch, cursor) is all that a
+resumed run needs to go on with the same blocks. The schedule follows the share of the run that is done: steps of
+`steps`, or minutes of `minutes`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jetflow_core.head import DraftHead
 from torch import Tensor
 
+from jetflow_core.head import DraftHead
 from jetflow_train.blocks import BlockBatch, BlockRules, block_hidden, pack_blocks, sample_anchors, sample_lengths
 from jetflow_train.checkpoint import export_head, load_checkpoint, save_checkpoint
 from jetflow_train.config import HeadOptions
@@ -27,7 +28,7 @@ from jetflow_train.losses import draft_index, forward_kl, sparse_teacher
 from jetflow_train.simulate import forced_metrics, replayed_tau
 
 FORCED_ROWS, FORCED_ANCHORS = 24, 8
-REPLAYED_ROWS, REPLAYED_TOKENS, REPLAYED_BUDGETS = 12, 64, (8, 32)
+REPLAYED_ROWS, REPLAYED_TOKENS, REPLAYED_BUDGETS = 8, 48, (8, 32)
 STEPS_PER_LOG = 20
 
 
@@ -55,8 +56,8 @@ def learning_rate(progress: float, options: HeadOptions) -> float:
 class Trainer:
     """Trains `head` on the rows of `store` that are not held out. `rows` are the store's rows, in order.
 
-    `lm_head` [V, C] is the target's. Raises ValueError for an output folder that cannot be written or whose checkpoint belongs to
-    another run.
+    `lm_head` [V, C] is the target's. Raises ValueError for an output folder that cannot be written or whose
+    checkpoint belongs to another run.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Trainer:
         self.position = Position()
         self._order: list[int] = []
         self._logged: list[tuple[float, float, float, int]] = []
+        self._busy = 0.0
         self._clock = time.monotonic()
         try:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -93,8 +95,10 @@ class Trainer:
         assert self.options.minutes is not None
         return self._elapsed() / (60 * self.options.minutes)
 
-    def run(self, report: Callable[[Trainer, dict[str, Any]], object] = lambda trainer, record: None) -> None:
-        """Train to the end; resumes from the output folder's checkpoint. `report` gets every metrics record.
+    def run(self, report: Callable[[Trainer, dict[str, Any] | None], object] = lambda trainer, record: None) -> None:
+        """Train to the end; resumes from the output folder's checkpoint.
+
+        `report` is called after every step, with a metrics record when there is one.
 
         An interrupt (KeyboardInterrupt) saves a checkpoint before it goes on.
         """
@@ -104,8 +108,7 @@ class Trainer:
         try:
             while self.progress < 1:
                 record = self.step()
-                if record is not None:
-                    report(self, self._record(record))
+                report(self, None if record is None else self._record(record))
                 if self._elapsed() - last_save > 60 * self.options.checkpoint_minutes:
                     self.save()
                     last_save = self._elapsed()
@@ -130,17 +133,18 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.options.clip)
-        if not (math.isfinite(float(loss)) and math.isfinite(float(norm))):
+        value = float(loss.detach())
+        if not (math.isfinite(value) and math.isfinite(float(norm))):
             names = ", ".join(self.rows[row].id for row in batch.rows)
             raise ValueError(
-                f"step {self.position.step}: loss {float(loss)}, gradient norm {float(norm)} on rows {names}; the run stops here, "
+                f"step {self.position.step}: loss {value}, gradient norm {float(norm)} on rows {names}; the run stops here, "
                 "its last checkpoint is intact; lower the learning rate or look at these rows"
             )
         self.optimizer.step()
         self.position.step += 1
         self.position.blocks += batch.blocks
-        self._logged.append((float(conditional), float(marginal), float(norm), batch.blocks))
-        self._busy = getattr(self, "_busy", 0.0) + time.perf_counter() - began
+        self._logged.append((float(conditional.detach()), float(marginal.detach()), float(norm), batch.blocks))
+        self._busy += time.perf_counter() - began
         if len(self._logged) < STEPS_PER_LOG:
             return None
         columns = list(zip(*self._logged, strict=True))
