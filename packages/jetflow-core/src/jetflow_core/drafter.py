@@ -56,42 +56,44 @@ class HeadDrafter:
         batch = build_batch(segments, self.page, self.device, bidirectional=not config.causal)
         hidden = self.head(batch.input_ids, batch.positions, PagedAttention(self.cache, batch, config.head_dim))
         hidden = hidden.view(len(jobs), config.block_size, -1)[:, 1:]
-        candidates = self._candidates(hidden, batch.input_ids[:: config.block_size])
+        candidates = head_candidates(self.head, hidden, batch.input_ids[:: config.block_size], self.width)
         return [
             best_first_tree(job.anchor, candidate, job.budget, job.max_depth)
             for job, candidate in zip(jobs, candidates, strict=True)
         ]
 
-    def _candidates(self, hidden: Tensor, anchors: Tensor) -> list[Candidates]:
-        """Two stages without a loop over depths: the marginals name K tokens a depth, then all transitions are scored at once.
 
-        Depth 1 has one known parent, so its scores are exact over the draft vocabulary. Deeper transitions are normalised
-        over the candidates plus what the marginal leaves to all other tokens.
-        """
-        head, (requests, depths, _) = self.head, hidden.shape
-        pairwise = head.pairwise is not None
-        if pairwise:
-            hidden_first = head.condition(hidden[:, 0], anchors)[:, None]
-            scored = torch.cat([hidden_first, hidden[:, 1:]], dim=1)
-        else:
-            scored = hidden
-        logits = head.logits(scored.flatten(0, 1)).float().view(requests, depths, -1)
-        total = logits.logsumexp(-1, keepdim=True)
-        top, ids = logits.topk(min(self.width, logits.shape[-1]), dim=-1)
-        marginal = top - total
-        if pairwise and depths > 1:
-            scores = head.transitions(hidden[:, 1:], ids[:, :-1], ids[:, 1:]).float()
-            covered = marginal[:, 1:].exp().sum(-1, keepdim=True)
-            rest = total[:, 1:] + torch.log1p(-covered.clamp(max=1 - 1e-6))
-            norm = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest[..., None, :])
-            following = scores - norm
-        else:
-            following = marginal[:, 1:, None]
-        tokens = ids if head.draft_vocab is None else head.draft_vocab[ids]
-        return [
-            Candidates(*arrays)
-            for arrays in zip(_array(tokens), _array(marginal[:, 0]), _array(following), strict=True)
-        ]
+def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, width: int) -> list[Candidates]:
+    """Candidates of every block from its slots' hidden states [R, D, C] and its anchor token [R].
+
+    Two stages without a loop over depths: the marginals name K tokens a depth, then all transitions are scored at once.
+
+    Depth 1 has one known parent, so its scores are exact over the draft vocabulary. Deeper transitions are normalised
+    over the candidates plus what the marginal leaves to all other tokens.
+    """
+    requests, depths, _ = hidden.shape
+    pairwise = head.pairwise is not None
+    if pairwise:
+        hidden_first = head.condition(hidden[:, 0], anchors)[:, None]
+        scored = torch.cat([hidden_first, hidden[:, 1:]], dim=1)
+    else:
+        scored = hidden
+    logits = head.logits(scored.flatten(0, 1)).float().view(requests, depths, -1)
+    total = logits.logsumexp(-1, keepdim=True)
+    top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
+    marginal = top - total
+    if pairwise and depths > 1:
+        scores = head.transitions(hidden[:, 1:], ids[:, :-1], ids[:, 1:]).float()
+        covered = marginal[:, 1:].exp().sum(-1, keepdim=True)
+        rest = total[:, 1:] + torch.log1p(-covered.clamp(max=1 - 1e-6))
+        norm = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest[..., None, :])
+        following = scores - norm
+    else:
+        following = marginal[:, 1:, None]
+    tokens = ids if head.draft_vocab is None else head.draft_vocab[ids]
+    return [
+        Candidates(*arrays) for arrays in zip(_array(tokens), _array(marginal[:, 0]), _array(following), strict=True)
+    ]
 
 
 def _array(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
