@@ -129,10 +129,10 @@ def _parse(fields: Fields, theta: float, max_position_embeddings: int) -> RopeCo
         )
     if fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise fields.error("partial_rotary_factor", "partial rotary embeddings are not supported")
-    plain = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    # A factor beside rope_type "default" is legal and without effect in Hugging Face files.
+    known = frozenset[str]().union(*_KEYS.values()) if kind == "default" else _KEYS[kind]
     for key in fields.data:
-        # A factor beside rope_type "default" is legal and without effect in Hugging Face files.
-        if key not in _KEYS[kind] | plain and fields.has(key) and kind != "default":
+        if fields.has(key) and key not in known | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}:
             raise fields.error(key, f"not a setting of rope_type {kind}")
     values: dict[str, object] = {
         "theta": fields.number("rope_theta", theta),
