@@ -68,8 +68,10 @@ class Linear(nn.Module):
             return functional.linear(x, self.dense, self.bias)
         if x.shape[0] == 0:
             return x.new_zeros(0, self._packed.shape[0])
-        y = torch.ops.mkldnn._linear_pointwise(x.to(self._compute_dtype), self._packed, self.bias, "none", [], "")
-        return y.to(x.dtype)
+        if x.dtype is self._compute_dtype:
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        wide = x.to(self._compute_dtype)
+        return torch.ops.mkldnn._linear_pointwise(wide, self._packed, self.bias, "none", [], "").to(x.dtype)
 
 
 class RMSNorm(nn.Module):
