@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import tokenizers
+
 from jetflow_core.request import Output, Usage
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
@@ -25,8 +26,8 @@ CHATML = (
 WITH_TOOLS = (
     "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% if m.tool_calls %}{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments }}</call>{% endfor %}"
-    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments }}</call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
 END = 257  # <|im_end|>
@@ -68,7 +69,7 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         self.running: dict[str, _Running] = {}
-        self.aborted: list[str] = []
+        self.aborted: list[int] = []  # the number of steps at each abort
         self.steps = 0
         self._made = 0
 
@@ -88,7 +89,7 @@ class ScriptedEngine:
         return f"request-{self._made}"
 
     def abort(self, request_id: str) -> bool:
-        self.aborted.append(request_id)
+        self.aborted.append(self.steps)
         return self.running.pop(request_id, None) is not None
 
     def step(self) -> list[Output]:

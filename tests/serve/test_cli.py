@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_serve import bench, choice, cli, demo, generate, server
 from jetflow_serve.measure import Run
-
 from serve.support import byte_tokenizer
 from tiny import tiny_head, tiny_model
 

@@ -335,20 +335,20 @@ def test_a_client_that_leaves_frees_its_request(stream: bool) -> None:
             connection.sendall(head.encode() + body)
             wait_for(lambda: engine.steps >= 3)
         steps = engine.steps
-        running.wait_idle(2)
-        assert engine.steps <= steps + 5  # 240 without the disconnect
+        running.wait_idle()
+        assert engine.steps <= steps + 50  # 240 without the disconnect; the rest is for a busy machine
 
 
 def test_shutdown_lets_short_requests_finish_and_cuts_long_ones_with_a_reason() -> None:
-    engine = ScriptedEngine(lambda _: [1] * 240, step_s=0.01)
-    with serving(engine, grace_s=0.5) as running, running.client() as client:
+    engine = ScriptedEngine(lambda _: [1] * 240, step_s=0.02)
+    brief = {"prompt": "a", "max_tokens": 5, "stream": True}
+    with serving(engine, grace_s=1.5) as running, running.client() as client:
         with client.stream("POST", TEXT, json={"prompt": "a", "max_tokens": 240, "stream": True}) as long:
             lines = long.iter_lines()
             next(lines)
-            with running.client() as other:
-                with other.stream("POST", TEXT, json={"prompt": "a", "max_tokens": 5, "stream": True}) as short:
-                    running.server.should_exit = True
-                    assert list(short.iter_lines())[-2] == "data: [DONE]"
+            with running.client() as other, other.stream("POST", TEXT, json=brief) as short:
+                running.server.should_exit = True
+                assert list(short.iter_lines())[-2] == "data: [DONE]"
             rest = [line for line in lines if line]
         assert "shutting down" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 import pytest
+
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
-
 from serve.support import MODEL, Running, byte_tokenizer, serving
 from tiny import tiny_head, tiny_model
 

@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from jetflow_serve.errors import ApiError, from_validation
 from jetflow_serve.protocol import ChatRequest, CompletionRequest
-from pydantic import ValidationError
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}

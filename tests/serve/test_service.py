@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from jetflow_core.sampling import SamplingParams
 from jetflow_serve.errors import ApiError
 from jetflow_serve.service import EngineService, Generation, GenerationError, Job
-
 from serve.support import ScriptedEngine, wait_for
 
 
@@ -103,7 +105,7 @@ def test_cancel_frees_within_one_step() -> None:
         service.cancel(gone)
         service.cancel(gone)  # twice is once
         await asyncio.to_thread(wait_for, lambda: len(engine.running) == 1)
-        assert engine.steps <= before + 1
+        assert engine.aborted[0] <= before + 1
         assert len((await texts(kept))[0]) > 0
         service.cancel(kept)
 
@@ -143,6 +145,55 @@ def test_failed_step_fails_its_requests_and_the_next_one_works() -> None:
         service.cancel(again)
 
     run(engine, body)
+
+
+def test_an_engine_beyond_repair_fails_everyone_and_takes_no_more() -> None:
+    def explode() -> None:
+        if engine.steps == 3:
+            engine.abort = lambda _: 1 // 0  # type: ignore[assignment]
+            raise RuntimeError("first")
+
+    engine = ScriptedEngine(script=lambda _: [1] * 20, before_step=explode)
+
+    async def body(service: EngineService) -> None:
+        generation = await service.submit([job()])
+        with pytest.raises(GenerationError, match="RuntimeError: first"):
+            await texts(generation)
+        service.cancel(generation)
+        await service.join()
+        assert not service.ready
+        with pytest.raises(ApiError) as caught:
+            await service.submit([job()])
+        assert caught.value.status_code == 503
+        engine.running.clear()
+
+    run(engine, body)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=6), st.integers(1, 3))
+def test_any_mix_of_readers_and_leavers(clients: list[tuple[int, int]], per_step: int) -> None:
+    """Each client submits some jobs and leaves after some outputs (0: reads to the end)."""
+    engine = ScriptedEngine(script=lambda prompt: [*prompt, 257], per_step=per_step)
+
+    async def client(service: EngineService, number: int, jobs: int, leave_after: int) -> None:
+        words = [f"client {number} job {index}" for index in range(jobs)]
+        prompts = [engine.tokenizer.encode(word, allow_special=False) for word in words]
+        generation = await service.submit([Job(prompt, SamplingParams()) for prompt in prompts])
+        try:
+            if leave_after:
+                for _ in range(leave_after):
+                    await anext(generation, None)
+            else:
+                assert await texts(generation) == words
+        finally:
+            service.cancel(generation)
+
+    async def body(service: EngineService) -> None:
+        await asyncio.gather(*(client(service, number, *entry) for number, entry in enumerate(clients)))
+        assert service.open_requests == 0
+
+    run(engine, body, max_requests=99)
 
 
 def test_failed_request_reports_its_error_alone() -> None:

@@ -87,7 +87,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def announcement(choice: ModelChoice, url: str, with_key: bool) -> str:
     """What a user reads once the server is up."""
-    speed = f"budget {choice.budget}, head {choice.head}" if choice.budget else "budget 0 (no speculation)"
+    speed = f"budget {choice.budget}, head {choice.head}" if choice.budget else "budget 0: no speculation"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     lines = [

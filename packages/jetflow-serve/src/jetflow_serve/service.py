@@ -71,11 +71,11 @@ class Generation:
         """Hand an event to the reader (called by the engine thread)."""
         self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    def answer(self, error: ValueError | GenerationError | None) -> None:
+    def answer(self, error: Exception | None) -> None:
         """Say whether the engine took the jobs (called by the engine thread)."""
         self._loop.call_soon_threadsafe(self._answer, error)
 
-    def _answer(self, error: ValueError | GenerationError | None) -> None:
+    def _answer(self, error: Exception | None) -> None:
         if self.accepted.done():  # the reader has gone
             return
         if error is None:
@@ -134,6 +134,8 @@ class EngineService:
         self.open_requests += len(jobs)
         self._commands.put(_Add(generation))
         try:
+            if self._stopping:
+                raise GenerationError("the engine stopped")
             await generation.accepted
         except BaseException as error:
             self.cancel(generation)
@@ -172,9 +174,17 @@ class EngineService:
     # --- the engine thread's side ---
 
     def _run(self) -> None:
-        while self._obey():
-            if self.engine.has_work:
-                self._step()
+        try:
+            while self._obey():
+                if self.engine.has_work:
+                    self._step()
+        except Exception as error:  # not even aborting works: no request can be served any more
+            log.exception("the engine thread ended")
+            self._stopping = True  # before the last look at the commands: `submit` checks it after adding one
+            reason = f"the engine stopped: {type(error).__name__}: {error}"
+            for generation in self._readers():
+                generation.post(GenerationError(reason))
+            self._refuse_waiting(reason)
 
     def _obey(self) -> bool:
         """Carry out waiting commands, blocking while the engine is idle. False: the thread ends."""
@@ -199,13 +209,15 @@ class EngineService:
             for index, job in enumerate(generation.jobs):
                 request_id = self.engine.add(job.prompt_ids, job.params)
                 self._owners[request_id] = (generation, index)
-        except ValueError as error:
-            self._abort(generation)
-            generation.answer(error)
-        except Exception:
-            log.exception("the engine failed to take a request")
-            self._abort(generation)
-            generation.answer(GenerationError("the engine failed to take the request; see the server's log"))
+        except Exception as error:
+            answer = error
+            if not isinstance(error, ValueError):
+                log.exception("the engine failed to take a request")
+                answer = GenerationError(f"the engine failed to take the request: {type(error).__name__}: {error}")
+            try:
+                self._abort(generation)
+            finally:
+                generation.answer(answer)
         else:
             generation.answer(None)
 
@@ -230,10 +242,14 @@ class EngineService:
             owner[0].post((owner[1], output))
 
     def _fail_all(self, reason: str) -> None:
-        failed = {owner[0]: None for owner in self._owners.values()}
+        failed = self._readers()
+        for generation in failed:  # all are told before the engine is touched again
+            generation.post(GenerationError(reason))
         for generation in failed:
             self._abort(generation)
-            generation.post(GenerationError(reason))
+
+    def _readers(self) -> list[Generation]:
+        return list({owner[0]: None for owner in self._owners.values()})
 
     def _refuse_waiting(self, reason: str) -> None:
         while not self._commands.empty():

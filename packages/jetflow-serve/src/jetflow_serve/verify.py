@@ -1,0 +1,120 @@
+"""`jetflow-serve verify`: is every speculative answer the one of budget 0, token for token?"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from jetflow_core.sampling import SamplingParams
+from jetflow_serve.bench import Workload, parse_numbers, read_workload
+from jetflow_serve.choice import choose_model, load
+from jetflow_serve.host import describe
+
+if TYPE_CHECKING:
+    from jetflow_core.llm import LLM
+
+# A half-precision logit has 8 or 11 significant bits, so two products of the same row can differ by a few units in its last place.
+# A larger gap between the two best tokens at a flip is an error of ours and not a near-tie.
+GAP_LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.0625}
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The first token in which an answer differs: its position in the answer and what the target thinks of both tokens."""
+
+    prompt: str
+    position: int
+    gap: float  # logit of budget 0's token minus that of the other, from one plain pass over the text so far
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One comparison: `flips` of `prompts` answers differ."""
+
+    workload: str
+    temperature: float
+    budget: int
+    batch: int
+    prompts: int
+    flips: list[Flip]
+
+
+def verify(options: Namespace, write: Callable[[str], None], progress: Callable[[str], None]) -> int:
+    """Compare and print; status 1 when any answer differs by more than a near-tie. Raises ValueError for bad files or options."""
+    workloads = [read_workload(Path(path), options.prompts) for path in options.data]
+    budgets, batches = parse_numbers("--budgets", options.budgets), parse_numbers("--batch", options.batch)
+    choice = choose_model(options.model, options.head, max(budgets))
+    llm = load(choice, options)
+    write("".join(f"{name}: {value}\n" for name, value in {"model": choice.name, **describe(llm)}.items()) + "\n")
+    limit = GAP_LIMIT[llm.engine.model.embed.dtype]
+    write("| workload | temperature | budget | batch | identical to budget 0, batch 1 | largest gap at a flip |\n")
+    write("|---|---|---|---|---|---|\n")
+    failed = False
+    for workload in workloads:
+        for temperature in options.temperature:
+            params = SamplingParams(temperature=temperature, seed=options.seed, max_tokens=options.max_tokens)
+            for verdict in compare(llm, workload, params, budgets, batches, progress):
+                gaps = [abs(flip.gap) for flip in verdict.flips]
+                failed = failed or any(gap > limit for gap in gaps)
+                write(
+                    f"| {verdict.workload} | {temperature} | {verdict.budget} | {verdict.batch} | "
+                    f"{verdict.prompts - len(gaps)} of {verdict.prompts} | {max(gaps):.3g} |\n"
+                    if gaps
+                    else f"| {verdict.workload} | {temperature} | {verdict.budget} | {verdict.batch} | "
+                    f"{verdict.prompts} of {verdict.prompts} | — |\n"
+                )
+    return int(failed)
+
+
+def compare(
+    llm: LLM,
+    workload: Workload,
+    params: SamplingParams,
+    budgets: Sequence[int],
+    batches: Sequence[int],
+    progress: Callable[[str], None],
+) -> Iterator[Verdict]:
+    """One verdict for every budget and batch size against budget 0 at batch 1."""
+    names = [name for name, _ in workload.prompts]
+    prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for _, text in workload.prompts]
+    progress(f"{workload.name}, temperature {params.temperature}: budget 0")
+    expected = _answers(llm, prompts, params, 0, 1)
+    for budget in budgets:
+        for batch in batches:
+            progress(f"{workload.name}, temperature {params.temperature}: budget {budget}, batch {batch}")
+            found = _answers(llm, prompts, params, budget, batch)
+            flips = [
+                _flip(llm, name, prompt, plain, other)
+                for name, prompt, plain, other in zip(names, prompts, expected, found, strict=True)
+                if plain != other
+            ]
+            yield Verdict(workload.name, params.temperature, budget, batch, len(prompts), flips)
+
+
+def _answers(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, budget: int, batch: int
+) -> list[list[int]]:
+    """Token ids of every answer, `batch` prompts at a time."""
+    answers: list[list[int]] = []
+    for start in range(0, len(prompts), batch):
+        for completion in llm.generate(prompts[start : start + batch], params, budget):
+            if completion.error is not None:
+                raise ValueError(completion.error)
+            answers.append(completion.token_ids)
+    return answers
+
+
+@torch.inference_mode()
+def _flip(llm: LLM, name: str, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Flip:
+    position = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
+    if position is None:  # one ends where the other goes on: they share every token, so this is no near-tie
+        return Flip(name, min(len(plain), len(other)), float("inf"))
+    model = llm.engine.model
+    hidden, _ = model.forward_sequence(torch.tensor([*prompt, *plain[:position]], device=llm.engine.device))
+    logits = model.logits(hidden[-1:]).float()[0]
+    return Flip(name, position, float(logits[plain[position]] - logits[other[position]]))
