@@ -109,31 +109,31 @@ class Scheduler:
         Decodes come first with their budgets, prefills take what is left (and `PREFILL_SHARE` at least), so draft
         trees shrink before any prefill waits. Empty only when there is no work.
         """
-        preempted = self._secure_next_slots()
+        self._secure_next_slots()
         decodes = [r for r in self.running if r.is_decoding]
         left = self.max_batch_tokens - len(decodes)
         wanted = [r.budget if r.remaining > 1 else 0 for r in decodes]
         prefill_limit = min(left, max(left - sum(wanted), int(self.max_batch_tokens * PREFILL_SHARE), 1))
         prefills = [r for r in self.running if not r.is_decoding]
-        if not preempted:  # what a preemption has just freed must not be taken back in the same step
-            prefills += self._admit(prefill_limit - len(prefills))
+        prefills += self._admit(prefill_limit - len(prefills))
         known = self._plan_prefills(prefills, prefill_limit)
         drafts = self._plan_drafts(decodes, fair_shares(wanted, left - sum(known.values())))
         return [
             Share(r, known.get(r.id, 1), drafts.get(r.id, 0)) for r in self.running if r.id in known or r.id in drafts
         ]
 
-    def _secure_next_slots(self) -> bool:
-        """Give every running request a block for its next token, oldest first; tell whether that preempted any."""
-        preempted = False
+    def _secure_next_slots(self) -> None:
+        """Give every running request a block for its next token, oldest first, preempting the youngest if need be.
+
+        One preempted here is not admitted again in the same step: it needs all it held, and one block of that is gone
+        (or, where it failed itself, one more).
+        """
         index = 0
         while index < len(self.running):
             request = self.running[index]
             while request.status == "running" and not self._extend(request, request.num_cached + 1):
                 self._preempt(self.running[-1])
-                preempted = True
             index += 1
-        return preempted
 
     def _preempt(self, request: Request) -> None:
         assert len(self.running) > 1, f"request {request.id} does not fit in the pool alone"
