@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from jetflow_triton.checks import check_indices, check_rows
+from jetflow_triton.checks import INT32, check_indices, check_rows
 from jetflow_triton.dispatch import register, uses_op
 
 
@@ -141,6 +141,10 @@ def _shares(
         if len(blocks) * page < length:
             raise ValueError(f"block_tables has {len(blocks)} blocks of {page} for the {length} slots of sequence {b}")
         words = None if tree_mask is None else tree_mask[first:last]
+        if words is not None and len(words[0]) * 32 < last - first:
+            raise ValueError(
+                f"tree_mask has {len(words[0])} words a row for the {last - first} queries of sequence {b}"
+            )
         bias, blind = _bias(_visible(last - first, prefix, words), group, dtype)
         joined = all(later == sooner + 1 for sooner, later in pairwise(blocks))
         slots = None if joined else _slots(blocks, page, length)
@@ -186,9 +190,9 @@ def _check(
 ) -> None:
     check_rows("q", q, 3)
     check_rows("k_cache", k_cache, 4)
-    check_indices("block_tables", block_tables, 2)
-    check_indices("query_start", query_start, 1)
-    check_indices("prefix_lens", prefix_lens, 1)
+    check_indices("block_tables", block_tables, 2, INT32)
+    check_indices("query_start", query_start, 1, INT32)
+    check_indices("prefix_lens", prefix_lens, 1, INT32)
     tokens, heads, width = q.shape
     kv_heads = k_cache.shape[2]
     if k_cache.shape[3] != width or heads % kv_heads:
@@ -208,7 +212,7 @@ def _check(
             f"for {batch} sequences: {batch} and {batch + 1} are needed"
         )
     if tree_mask is not None:
-        check_indices("tree_mask", tree_mask, 2)
+        check_indices("tree_mask", tree_mask, 2, INT32)
         if tree_mask.shape[0] != tokens:
             raise ValueError(f"tree_mask has {tree_mask.shape[0]} rows for {tokens} queries")
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+INT32 = (torch.int32,)
+INT64 = (torch.int64,)
+INTEGER = (torch.int64, torch.int32)
 
 
 def check_rows(name: str, x: Tensor, dim: int | None = None) -> None:
@@ -23,9 +28,10 @@ def check_weight(name: str, weight: Tensor, width: int) -> None:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: [{width}] is needed to match the last dimension")
 
 
-def check_indices(name: str, indices: Tensor, dim: int) -> None:
-    """`indices` is an int32 or int64 tensor with `dim` dimensions."""
-    if indices.is_floating_point() or indices.element_size() < 4:
-        raise TypeError(f"{name} is {indices.dtype}: int32 or int64 is needed")
+def check_indices(name: str, indices: Tensor, dim: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    """`indices` has one of `dtypes` and `dim` dimensions."""
+    if indices.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} is {indices.dtype}: {wanted} is needed")
     if indices.dim() != dim:
         raise ValueError(f"{name} has shape {tuple(indices.shape)}: {dim} dimension(s) are needed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetflow_triton.checks import check_indices, check_rows
+from jetflow_triton.checks import INT64, check_indices, check_rows
 from jetflow_triton.dispatch import register, uses_op
 
 
@@ -79,7 +79,7 @@ def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: 
     check_rows("k", k, 3)
     check_rows("v", v, 3)
     check_rows("k_cache", k_cache, 4)
-    check_indices("slots", slots, 1)
+    check_indices("slots", slots, 1, INT64)
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: they must be equal")
     if v_cache.shape != k_cache.shape:
@@ -88,8 +88,6 @@ def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: 
         raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}: [blocks, page, *{tuple(k.shape[1:])}] is needed")
     if slots.shape[0] != k.shape[0]:
         raise ValueError(f"slots has {slots.shape[0]} entries for {k.shape[0]} tokens")
-    if slots.dtype is not torch.int64:
-        raise TypeError(f"slots is {slots.dtype}: int64 is needed")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous: pass whole layers of the cache")
     if k.stride(2) != 1 or v.stride(2) != 1:
@@ -103,9 +101,7 @@ def _check_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
             f"kv has shape {tuple(kv.shape)}: contiguous [layers, 2, blocks, page, heads, width] is needed"
         )
     for name, slots in (("source", source), ("target", target)):
-        check_indices(name, slots, 1)
-        if slots.dtype is not torch.int64:
-            raise TypeError(f"{name} is {slots.dtype}: int64 is needed")
+        check_indices(name, slots, 1, INT64)
     if source.shape != target.shape:
         raise ValueError(f"source has {source.shape[0]} entries, target has {target.shape[0]}")
 

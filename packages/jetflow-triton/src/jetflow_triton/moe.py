@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from jetflow_triton.activation import silu_mul_twin
-from jetflow_triton.checks import check_rows
+from jetflow_triton.checks import INTEGER, check_indices, check_rows
 from jetflow_triton.dispatch import register, uses_op
 
 
@@ -93,9 +93,8 @@ def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ex
         raise ValueError(f"down has shape {tuple(down.shape)}: {[count, width, double // 2]} is needed")
     if gate_up.dtype != x.dtype or down.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}: one dtype is needed")
-    if experts.is_floating_point():
-        raise TypeError(f"experts is {experts.dtype}: int32 or int64 is needed")
-    if experts.dim() != 2 or experts.shape[0] != x.shape[0]:
+    check_indices("experts", experts, 2, INTEGER)
+    if experts.shape[0] != x.shape[0]:
         raise ValueError(f"experts has shape {tuple(experts.shape)}: [{x.shape[0]}, top_k] is needed")
     if weights.shape != experts.shape:
         raise ValueError(f"weights has shape {tuple(weights.shape)}, experts has {tuple(experts.shape)}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetflow_triton.checks import check_indices, check_rows, check_weight
+from jetflow_triton.checks import INTEGER, check_indices, check_rows, check_weight
 from jetflow_triton.dispatch import register, register_gradient, uses_op
 from jetflow_triton.norm import rms_norm_backward, rms_norm_twin
 
@@ -112,7 +112,7 @@ def _check(
 ) -> None:
     check_rows("q", q, 3)
     check_rows("k", k, 3)
-    check_indices("positions", positions, 1)
+    check_indices("positions", positions, 1, INTEGER)
     tokens, _, width = q.shape
     if width % 2:
         raise ValueError(f"q has head width {width}: rotary pairs need an even one")

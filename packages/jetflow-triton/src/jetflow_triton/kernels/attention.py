@@ -56,6 +56,7 @@ def _reduce(
     v_cache,
     table,
     mask_row,
+    mask_bits,
     query,
     row_inside,
     low,
@@ -85,7 +86,7 @@ def _reduce(
         if IN_TREE:
             node = slots - prefix
             if HAS_MASK:
-                wanted = row_inside[:, None] & (inside & (node >= 0))[None, :]
+                wanted = row_inside[:, None] & (inside & (node >= 0) & (node < mask_bits))[None, :]
                 words = tl.load(mask_row[:, None] + (tl.maximum(node, 0) // 32)[None, :], mask=wanted, other=0)
                 seen = ((words >> (tl.maximum(node, 0) % 32)[None, :]) & 1) != 0
             else:
@@ -177,12 +178,12 @@ def tree_attention_kernel(
         new_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         new_total = tl.zeros([BLOCK_M], tl.float32)
         new_acc, new_peak, new_total = _reduce(
-            new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, query, row_inside,
+            new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
             low, plain, prefix, scale, kv_head,
             PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, False, HAS_MASK, PRECISION,
         )  # fmt: skip
         new_acc, new_peak, new_total = _reduce(
-            new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, query, row_inside,
+            new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
             plain, stop, prefix, scale, kv_head,
             PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, True, HAS_MASK, PRECISION,
         )  # fmt: skip
