@@ -206,9 +206,13 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Entry]:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
     entries: dict[str, Entry] = {}
     weight_map = cast("dict[str, object]", shards)
-    for shard in sorted({str(file) for file in weight_map.values()}):
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: {shard!r} is not the name of a safetensors file in this folder")
+    files = sorted({str(file) for file in weight_map.values()})
+    for file in files:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: {file!r} is not the name of a safetensors file in this folder")
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{index}: the file {file} is missing")
+    for shard in files:
         for name, entry in read_header(folder / shard).items():
             if weight_map.get(name) != shard:
                 raise CheckpointError(f"{folder / shard}: tensor {name}: weight_map says {weight_map.get(name)!r}")
