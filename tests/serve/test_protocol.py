@@ -166,6 +166,16 @@ def test_two_names_of_the_limit_must_agree() -> None:
     assert refused(ChatRequest, CHAT | {"max_tokens": 5, "max_completion_tokens": 6}).body.error.param == "max_tokens"
 
 
+def test_nesting_has_a_limit() -> None:
+    deep: Any = {}
+    for _ in range(63):
+        deep = {"a": deep}
+    ChatRequest.model_validate(CHAT | {"chat_template_kwargs": deep})
+    assert "64 levels" in refused(ChatRequest, CHAT | {"chat_template_kwargs": {"a": deep}}).body.error.message
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": [deep]}}}
+    assert str(refused(ChatRequest, CHAT | {"tools": [tool]}).body.error.param).startswith("tools")
+
+
 def test_lone_surrogates_do_not_break_the_error() -> None:
     assert "unicode" in refused(ChatRequest, CHAT | json.loads('{"\\ud800": 1}')).body.error.message
     assert b"ud800" in ApiError(404, "no model '\ud800'", param="\ud800").response().body

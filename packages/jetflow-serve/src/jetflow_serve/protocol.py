@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, LiteralString
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -41,6 +49,21 @@ class Only:
 def _fault(param: str, message: LiteralString) -> PydanticCustomError:
     """An error of a rule between fields: `param` is the one to change."""
     return PydanticCustomError("invalid_value", message, {"param": param})
+
+
+def _require_shallow(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse data nested deeper than `MAX_DEPTH`: templates and encoders walk it recursively."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        members = [list(item.values()) if isinstance(item, dict) else item for item in level]
+        level = [inner for item in members if isinstance(item, list) for inner in item]
+        if not level:
+            return value
+    raise PydanticCustomError("invalid_value", "it is nested deeper than {limit} levels", {"limit": MAX_DEPTH})
+
+
+MAX_DEPTH = 64
+JsonObject = Annotated[dict[str, Any], AfterValidator(_require_shallow)]
 
 
 class Strict(BaseModel):
@@ -154,7 +177,7 @@ class FunctionDefinition(Strict):
 
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: Annotated[Any, Only((False,))] = None
 
 
@@ -172,7 +195,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     tools: list[Tool] | None = None
     tool_choice: Annotated[Any, Only(("none", "auto"))] = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     response_format: ResponseFormat | None = None
 
     logprobs: Annotated[Any, Only((False,))] = None
