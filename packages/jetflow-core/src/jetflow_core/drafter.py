@@ -83,7 +83,7 @@ def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, width: int
     top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
     marginal = top - total
     if pairwise and depths > 1:
-        scores = head.transitions(hidden[:, 1:], ids[:, :-1], ids[:, 1:]).float()
+        scores = head.transitions(hidden[:, 1:], top[:, 1:], ids[:, :-1], ids[:, 1:]).float()
         covered = marginal[:, 1:].exp().sum(-1, keepdim=True)
         rest = total[:, 1:] + torch.log1p(-covered.clamp(max=1 - 1e-6))
         norm = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest[..., None, :])

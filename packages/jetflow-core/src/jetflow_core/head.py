@@ -83,7 +83,7 @@ class DraftHead(nn.Module):
         self._rows = Linear(width, lm_head.shape[0])
         self.set_draft_vocab(draft_vocab)
         self._context: Linear | None = None
-        self._row_table: Tensor | None = None
+        self._output_table: Tensor | None = None
         self._token_table: Tensor | None = None
 
     def set_draft_vocab(self, ids: Tensor | None) -> None:
@@ -161,19 +161,19 @@ class DraftHead(nn.Module):
         embedding = functional.embedding(previous, self._target["embed"])
         return hidden + self.pairwise.combine(self.pairwise.token_part(embedding), self.pairwise.hidden(hidden))
 
-    def transitions(self, hidden: Tensor, parents: Tensor, children: Tensor) -> Tensor:
+    def transitions(self, hidden: Tensor, logits: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         """Conditional logits [..., P, K] of draft ids `children` [..., K] after draft ids `parents` [..., P] at hidden [..., C].
 
-        Equals `logits(condition(hidden, parent))` at the children's columns, at the cost of a few rows instead of the vocabulary.
-        Needs `pack`.
+        `logits` [..., K] are the children's marginal logits at `hidden`. Equals `logits(condition(hidden, parent))` at the
+        children's columns: the LM-head rows times the correction's last projection are a table, so a pair of tokens costs one
+        dot product of width P. Needs `pack`.
         """
         assert self.pairwise is not None
         assert self._token_table is not None
-        assert self._row_table is not None
-        hidden_part = self.pairwise.hidden(hidden)[..., None, :]
-        inner = (self._token_table[parents] + hidden_part).flatten(0, -2)
-        corrected = self.pairwise.down(ops.silu_mul(inner)).view(*parents.shape, -1) + hidden[..., None, :]
-        return corrected @ self._row_table[children].transpose(-1, -2)
+        assert self._output_table is not None
+        inner = (self._token_table[parents] + self.pairwise.hidden(hidden)[..., None, :]).flatten(0, -2)
+        inner = ops.silu_mul(inner).view(*parents.shape, -1)
+        return logits[..., None, :] + inner @ self._output_table[children].transpose(-1, -2)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -209,16 +209,18 @@ class DraftHead(nn.Module):
         return self
 
     def pack(self) -> None:
-        """Prepare for inference: stacked and packed weights, and the token half of the pairwise MLP as a table [V', 2P]."""
+        """Prepare for inference: stacked and packed weights, and both ends of the pairwise MLP as tables over the draft ids.
+
+        The tables are the token half of its first layer [V', 2P], and its last projection seen through the LM head [V', P].
+        """
         self._context = Linear(self.config.hidden_size, len(self._context_weight()))
         self._context.weight = nn.Parameter(self._context_weight().detach(), requires_grad=False)
-        self._row_table = self._rows.dense
         if self.pairwise is not None:
             embed = self._target["embed"]
             with torch.no_grad():
-                self._token_table = self.pairwise.token_part(
-                    embed if self.draft_vocab is None else embed[self.draft_vocab]
-                )
+                previous = embed if self.draft_vocab is None else embed[self.draft_vocab]
+                self._token_table = self.pairwise.token_part(previous)
+                self._output_table = self._rows.dense @ self.pairwise.down.dense
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()
