@@ -46,8 +46,9 @@ def open_gguf(path: Path) -> tuple[ModelConfig, TensorSource, Tokenizer]:
     """
     file = read_gguf(path)
     try:
-        config = _model_config(file)
-        tokenizer = read_tokenizer(file, config)
+        with located(str(path)):
+            config = _model_config(file)
+            tokenizer = read_tokenizer(file, config)
     except CheckpointError:
         raise
     except ValueError as error:
