@@ -12,7 +12,7 @@ import pytest
 
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM
-from jetflow_serve import bench, choice, cli, demo, generate, server
+from jetflow_serve import bench, choice, cli, demo, generate, server, verify
 from jetflow_serve.measure import Run
 from serve.support import byte_tokenizer
 from tiny import tiny_head, tiny_model
@@ -42,7 +42,7 @@ def tiny_llm(demo_files: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
     head = tiny_head(model)
     head.pack()
     llm = LLM(Engine(model, byte_tokenizer(), head, EngineConfig()))
-    for module in (generate, bench, server):
+    for module in (generate, bench, server, verify):
         monkeypatch.setattr(module, "load", lambda chosen, options: llm)
     return llm
 
@@ -115,12 +115,16 @@ def test_options_and_defaults_are_these() -> None:
         "command": "bench", "data": ["a"], "budgets": "8,16,32", "prompts": 20, "repeats": 1, "json": None,
         "max_tokens": 128, "temperature": 0.0, "seed": None,
     }  # fmt: skip
+    assert vars(parse(["verify", "--data", "a"])) == model | {
+        "command": "verify", "data": ["a"], "budgets": "16", "batch": "1,8", "prompts": 20, "max_tokens": 128,
+        "temperature": [0.0, 0.8], "seed": 0,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["serve"], ["generate"], ["bench"], ["verify"]])
 def test_help(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
+        cli.main([*arguments, "--help"])
     assert caught.value.code == 0
     assert "usage: jetflow-serve" in capsys.readouterr().out
 
@@ -261,6 +265,27 @@ def test_bench_counts_differences_and_pairs_speeds() -> None:
     assert row.acceptance_length == 2.0
 
 
+def test_verify_holds_answers_to_budget_0(
+    tiny_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "small.jsonl"
+    data.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(3)))
+    arguments = ["verify", "--data", str(data), "--budgets", "4", "--batch", "1,3", "--max-tokens", "8"]
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert out.count("| 3 of 3 | — |") == 2 * 2  # temperatures, batches
+    honest = verify._answers
+
+    def forged(llm: LLM, prompts: object, params: object, budget: int, batch: int) -> list[list[int]]:
+        answers = honest(llm, prompts, params, budget, batch)
+        return [[*answers[0][:2], (answers[0][2] + 1) % 200, *answers[0][3:]], *answers[1:]] if budget else answers
+
+    monkeypatch.setattr(verify, "_answers", forged)
+    status, out, _ = run(capsys, *arguments, "--temperature", "0")
+    assert status == 1
+    assert out.count("| 2 of 3 |") == 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -287,6 +312,7 @@ def test_bad_bench_files(
 def test_bad_bench_options(tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "bench", "--data", str(tmp_path / "none.jsonl"))
     assert (status, "there is no file" in err) == (2, True)
-    with pytest.raises(ValueError, match="8,16,32"):
-        bench.parse_budgets("8;16")
-    assert bench.parse_budgets("8,16,,8, 0") == [8, 16]
+    for text in ("8;16", "8,,16", "", "-1", "²"):
+        with pytest.raises(ValueError, match=r"--batch .* 8,16,32"):
+            bench.parse_numbers("--batch", text)
+    assert bench.parse_numbers("--budgets", "8,16,8, 0") == [8, 16, 0]

@@ -51,7 +51,7 @@ class Row:
 def bench(options: Namespace, write: Callable[[str], None], progress: Callable[[str], None]) -> int:
     """Run the benchmark, print a Markdown table, write JSON where asked. Raises ValueError for bad files or options."""
     workloads = [read_workload(Path(path), options.prompts) for path in options.data]
-    budgets = parse_budgets(options.budgets)
+    budgets = [budget for budget in parse_numbers("--budgets", options.budgets) if budget > 0]
     choice = choose_model(options.model, options.head, max(budgets, default=0))
     seed = secrets.randbits(31) if options.seed is None else options.seed  # every run of a prompt needs the same one
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
@@ -163,9 +163,9 @@ def _read_row(line: str, where: str) -> tuple[str, str]:
             raise ValueError(f'{where}: a row must be {{"id": ..., "turns": ["text of the first user message", ...]}}')
 
 
-def parse_budgets(text: str) -> list[int]:
-    """`8,16,32` as numbers; 0 is always measured and may be left out. Raises ValueError."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"--budgets is {text!r}: give numbers separated by commas, such as 8,16,32")
-    return [budget for budget in dict.fromkeys(int(part) for part in parts) if budget > 0]
+def parse_numbers(option: str, text: str) -> list[int]:
+    """`8,16,32` as distinct numbers in order. Raises ValueError that names `option`."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() for part in parts):
+        raise ValueError(f"{option} is {text!r}: give numbers separated by commas, such as 8,16,32")
+    return list(dict.fromkeys(int(part) for part in parts))

@@ -1,4 +1,4 @@
-"""The `jetflow-serve` command: `serve` (the default), `generate` and `bench`."""
+"""The `jetflow-serve` command: `serve` (the default), `generate`, `bench` and `verify`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ def _run(options: argparse.Namespace) -> int:
         from jetflow_serve.bench import bench  # noqa: PLC0415
 
         return bench(options, _write, _write_progress)
+    if options.command == "verify":
+        from jetflow_serve.verify import verify  # noqa: PLC0415
+
+        return verify(options, _write, _write_progress)
     from jetflow_serve.server import serve  # noqa: PLC0415
 
     return serve(options, _write)
@@ -65,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="an OpenAI-compatible HTTP server (the default)"))
     _add_generate(commands.add_parser("generate", help="answer one prompt and print the speed-up"))
     _add_bench(commands.add_parser("bench", help="measure budgets over prompts from files"))
+    _add_verify(commands.add_parser("verify", help="hold every speculative answer to the one of budget 0"))
     return parser
 
 
@@ -96,13 +101,31 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         'Run every prompt at budget 0 and at each budget in turn, one request at a time. Rows are {"id": ..., "turns": '
         "[text, ...]}; the first turn is asked through the chat template. Prints medians with hardware and dtype."
     )
-    parser.add_argument("--data", nargs="+", required=True, metavar="FILE.jsonl", help="one workload a file")
+    _add_data(parser)
     parser.add_argument("--budgets", default="8,16,32", help="draft nodes a pass, besides 0 (%(default)s)")
-    parser.add_argument("--prompts", type=_at_least(1), default=20, help="rows of each file (%(default)s)")
     parser.add_argument("--repeats", type=_at_least(1), default=1, help="runs of each prompt and budget (%(default)s)")
     parser.add_argument("--json", metavar="PATH", help="write the results there too")
     _add_model_options(parser)
     _add_sampling(parser, max_tokens=128)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answer every prompt at budget 0 alone, then at each budget and batch size, and count the answers that are the same "
+        "token for token. At a difference, the target's own logits say whether it was a near-tie; status 1 when it was not."
+    )
+    _add_data(parser)
+    parser.add_argument("--budgets", default="16", help="draft nodes a pass (%(default)s)")
+    parser.add_argument("--batch", default="1,8", help="prompts that run at once (%(default)s)")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8], help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
+    parser.add_argument("--max-tokens", type=_at_least(1), default=128, metavar="N", help="(%(default)s)")
+    _add_model_options(parser)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", nargs="+", required=True, metavar="FILE.jsonl", help="one workload a file")
+    parser.add_argument("--prompts", type=_at_least(1), default=20, help="rows of each file (%(default)s)")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

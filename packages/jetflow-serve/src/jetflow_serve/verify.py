@@ -18,7 +18,7 @@ from jetflow_serve.host import describe
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM
 
-# A half-precision logit has 8 or 11 significant bits, so two products of the same row can differ by a few units in its last place.
+# A half-precision logit has 8 or 11 significant bits: two products of the same row can differ by a few units in its last place.
 # A larger gap between the two best tokens at a flip is an error of ours and not a near-tie.
 GAP_LIMIT = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.0625}
 
