@@ -22,14 +22,15 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_SOURCE = 1 << 18  # characters of a template
 STEP = 32  # units a loop step, a call or a filter costs beside the text it makes
-MEMBER = 16  # units for a member of a container
-UNITS = 32_000_000  # for one rendering: about two seconds' work
+MEMBER = 32  # units for a member of a container
+MACRO = 512  # units for the call of a macro, which sets up a scope of its own
+UNITS = 16_000_000  # for one rendering: about a second's work
 
 _STRING_METHODS = frozenset(
     {
@@ -300,6 +301,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Of a text's methods only those that cannot make much out of little."""
         return super().is_safe_attribute(obj, attr, value) and (not isinstance(obj, str) or attr in _STRING_METHODS)
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """Fail at once; jinja would go on with an undefined value."""
+        raise SecurityError(f"access to {attribute!r} of {type(obj).__name__} is not allowed")
+
     def wrap_str_format(self, value: Any) -> None:
         """No `str.format`: `is_safe_attribute` refuses it."""
 
@@ -324,7 +329,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Pay for the call and for what it returns."""
         budget = _BUDGET.get()
-        budget.spend(STEP)
+        budget.spend(MACRO if isinstance(__obj, Macro) else STEP)
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "replace" and not kwargs:
             budget.spend(owner.count(args[0]) * len(args[1]))

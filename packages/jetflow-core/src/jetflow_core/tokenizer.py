@@ -25,6 +25,7 @@ class Tokenizer:
 
     Attributes:
         size: number of ids known; rows of a padded vocabulary beyond it have no text.
+        byte_ids: ids of single-byte tokens (`<0x0A>`); none in byte-level vocabularies.
         special_ids: ids of control tokens (`<|im_end|>` and the like), left out of decoded text.
         eos_token_ids: ids that end a generation.
         bos_token_id: the id a sequence starts with, or None.
@@ -57,6 +58,9 @@ class Tokenizer:
         self._template = None if chat_template is None else ChatTemplate(chat_template)
         self.size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids = frozenset(self._special_ids.values())
+        # Tokens that stand for one byte, in vocabularies that spell unknown characters so.
+        bytes_found = (inner.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_ids = frozenset(number for number in bytes_found if number is not None)
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.bos_token_id = inner.token_to_id(self._named["bos_token"]) if "bos_token" in self._named else None
 
@@ -252,7 +256,8 @@ class Detokenizer:
             return ""
         self._pending.append(token)
         new = self._new_text()
-        if not new or new.endswith(REPLACEMENT):
+        # A run of byte tokens is decoded as a whole: one wrong byte at its end changes what the earlier ones mean.
+        if not new or new.endswith(REPLACEMENT) or token in self._tokenizer.byte_ids:
             return ""
         self._context, self._pending = self._pending, []
         self._context_text = self._tokenizer.decode(self._context, skip_special=False)
