@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -98,21 +99,31 @@ def test_a_larger_budget_extends_the_same_tree(c: Candidates, budget: int) -> No
     assert large.parents[:size].tolist() == small.parents.tolist()
 
 
-@given(trees(), st.data())
-def test_acceptance_equals_step_by_step_decoding(tree: DraftTree, data: st.DataObject) -> None:
-    choices = np.array(data.draw(st.lists(st.integers(0, 5), min_size=len(tree), max_size=len(tree))))
-    path, tokens = accept(tree, choices)
-    node, expected = 0, []
-    while True:  # one token at a time: choose, then step to that child if it was drafted
-        expected.append(int(choices[node]))
-        children = [n for n in range(len(tree)) if tree.parents[n] == node and tree.tokens[n] == choices[node]]
-        if not children:
-            break
-        node = children[0]
-    assert tokens == expected
-    assert path[0] == 0
-    assert [int(tree.tokens[n]) for n in path[1:]] == tokens[:-1]
-    assert all(tree.parents[b] == a for a, b in itertools.pairwise(path))
+@given(st.lists(trees(20), max_size=3), st.data())
+def test_acceptance_equals_step_by_step_decoding(forest: list[DraftTree], data: st.DataObject) -> None:
+    sizes = [len(tree) for tree in forest]
+    choices = [data.draw(st.lists(st.integers(0, 5), min_size=size, max_size=size)) for size in sizes]
+    asked: list[tuple[int, int]] = []
+
+    def choose(active: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        asked.extend(zip(active, nodes, strict=True))
+        return [choices[i][node] for i, node in zip(active, nodes, strict=True)]
+
+    outcome = accept(forest, choose)
+    assert len(outcome) == len(forest)
+    for i, (tree, (path, tokens)) in enumerate(zip(forest, outcome, strict=True)):
+        node, expected = 0, []
+        while True:  # one token at a time: choose, then step to that child if it was drafted
+            expected.append(choices[i][node])
+            children = [n for n in range(len(tree)) if tree.parents[n] == node and tree.tokens[n] == expected[-1]]
+            if not children:
+                break
+            node = children[0]
+        assert tokens == expected
+        assert path[0] == 0
+        assert [int(tree.tokens[n]) for n in path[1:]] == tokens[:-1]
+        assert all(tree.parents[b] == a for a, b in itertools.pairwise(path))
+        assert [n for k, n in asked if k == i] == path  # the target is asked on the path and nowhere else
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,11 @@ from jetflow_core.head import DraftHead
 from jetflow_core.kv_cache import KVCache
 from jetflow_core.model import Decoder
 from jetflow_core.request import Output, Request
-from jetflow_core.sampling import Choice, SamplingParams, choose
+from jetflow_core.sampling import SamplingParams
 from jetflow_core.scheduler import Scheduler, Share
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
-from jetflow_core.tree import DraftTree, Ints, accept
+from jetflow_core.tree import DraftTree, Ints
+from jetflow_core.verify import Verified, verify
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: use 1 or more, or leave it out")
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What the target said of one share: rows of the batch to commit, in order, and the tokens that follow."""
-
-    share: Share
-    segment: Segment
-    rows: Ints  # rows of the flat batch whose tokens are now cached for good
-    tokens: list[int]  # new tokens of the request; empty while its prompt is not finished
-    failed: bool = False
 
 
 class Engine:
@@ -174,7 +163,7 @@ class Engine:
             return []
         segments = self._draft(shares)
         hidden, taps = self._forward(segments)
-        verified = self._verify(shares, segments, hidden)
+        verified = verify(self.model, self.vocab_size, shares, segments, hidden)
         self._commit(verified, taps)
         return [output for item in verified if (output := self._advance(item)) is not None]
 
@@ -198,51 +187,13 @@ class Engine:
         taps = self.drafter.tap_layers if self.drafter else ()
         return self.model(batch.input_ids, batch.positions, attend, taps)
 
-    def _verify(self, shares: Sequence[Share], segments: Sequence[Segment], hidden: Tensor) -> list[Verified]:
-        """Let the target choose after every row that may decide a token, then walk each tree along its choices."""
-        starts = np.cumsum([0, *(len(segment.ids) for segment in segments)])
-        deciding = [_deciding_rows(share, segment) for share, segment in zip(shares, segments, strict=True)]
-        rows = np.concatenate([start + own for start, own in zip(starts, deciding, strict=False)])
-        choices = self._choose(shares, segments, deciding, hidden[torch.from_numpy(rows).to(self.device)])
-        verified: list[Verified] = []
-        for share, segment, start, chosen in zip(shares, segments, starts, choices, strict=False):
-            path, tokens = list(range(len(segment.ids))), [int(token) for token in chosen]
-            if segment.tree is not None:
-                path, tokens = accept(segment.tree, chosen)
-            verified.append(Verified(share, segment, start + np.array(path), tokens, failed=-1 in tokens))
-        return verified
-
-    def _choose(
-        self, shares: Sequence[Share], segments: Sequence[Segment], deciding: Sequence[Ints], hidden: Tensor
-    ) -> list[Ints]:
-        """The target's own choice after each deciding row, split by share; −1 where its logits are not finite."""
-        bounds = np.cumsum([0, *(len(own) for own in deciding)])
-        if bounds[-1] == 0:
-            return [np.empty(0, dtype=np.int64) for _ in shares]
-        asked = [
-            Choice(
-                rows=slice(int(low), int(high)),
-                params=share.request.params,
-                positions=torch.from_numpy(segment.prefix + segment.depths[own] + 1).to(self.device),
-                earliest_end=share.request.earliest_end,
-                end_ids=share.request.end_ids,
-                seed=share.request.seed,
-            )
-            for share, segment, own, low, high in zip(shares, segments, deciding, bounds, bounds[1:], strict=False)
-            if high > low
-        ]
-        chosen = choose(self.model.logits(hidden)[:, : self.vocab_size], asked).cpu().numpy()
-        return [chosen[low:high] for low, high in itertools.pairwise(bounds)]
-
     def _commit(self, verified: Sequence[Verified], taps: Tensor) -> None:
         """Make the accepted rows part of the prefix: move their K/V to contiguous slots and write the drafter's context."""
         page = self.config.page_size
         source, target, positions = [], [], []
-        starts = np.cumsum([0, *(len(item.segment.ids) for item in verified)])
-        for item, start in zip(verified, starts, strict=False):
-            segment, own = item.segment, item.rows - start
-            order = np.arange(len(own))
-            source.append(segment.slots(segment.prefix + own, page))
+        for item in verified:
+            segment, order = item.segment, np.arange(len(item.rows))
+            source.append(segment.slots(segment.prefix + item.rows, page))
             target.append(segment.slots(segment.prefix + order, page))
             positions.append(segment.prefix + order)
         origin, place = np.concatenate(source), np.concatenate(target)
@@ -250,7 +201,8 @@ class Engine:
         if moved.any():
             self.cache.move(self._tensor(origin[moved]), self._tensor(place[moved]))
         if self.drafter is not None:
-            rows = np.concatenate([item.rows for item in verified])
+            starts = np.cumsum([0, *(len(item.segment.ids) for item in verified)])
+            rows = np.concatenate([start + item.rows for start, item in zip(starts, verified, strict=False)])
             self.drafter.observe(taps[self._tensor(rows)], self._tensor(np.concatenate(positions)), self._tensor(place))
 
     def _advance(self, item: Verified) -> Output | None:
@@ -289,14 +241,6 @@ def _segment(share: Share, tree: DraftTree | None) -> Segment:
     if tree is not None:
         return Segment.of_tree(tree, start, request.blocks)
     return Segment.chain(request.tokens[start : start + share.known], start, request.blocks)
-
-
-def _deciding_rows(share: Share, segment: Segment) -> Ints:
-    """Rows of a segment after which a token is to be chosen: every tree node, or the end of a finished prompt."""
-    if segment.tree is not None:
-        return np.arange(len(segment.ids))
-    complete = share.request.num_cached + share.known == len(share.request.tokens)
-    return np.array([share.known - 1] if complete else [], dtype=np.int64)
 
 
 def _position_limit(model: Decoder, head: DraftHead | None) -> int:

@@ -6,6 +6,7 @@ Shapes: D draft depths, K candidates a depth, N tree nodes, W = ceil(N / 32) mas
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,6 +71,11 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that holds `token`, if it was drafted."""
+        found = np.nonzero((self.parents == node) & (self.tokens == token))[0]
+        return int(found[0]) if len(found) else None
 
     @classmethod
     def root(cls, anchor: int) -> DraftTree:
@@ -139,21 +145,31 @@ def pack_bits(bits: NDArray[np.bool_]) -> NDArray[np.int32]:
     return np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
-def accept(tree: DraftTree, choices: Ints) -> tuple[list[int], list[int]]:
-    """Walk from the anchor along the target's own choices; return (nodes of the path, new tokens).
+def accept(
+    trees: Sequence[DraftTree], choose: Callable[[Sequence[int], Sequence[int]], Sequence[int]]
+) -> list[tuple[list[int], list[int]]]:
+    """Walk every tree from its anchor along the target's own choices; return (nodes of the path, new tokens) of each.
 
-    `choices` [N] is the token that the target picks after each node (its argmax, or its sample under the seeded Gumbel
-    noise). While the choice at the current node is one of its children, the walk goes there; the first choice that is not
+    `choose(active, nodes)` gives the token that the target picks after node `nodes[k]` of tree `active[k]`: its argmax, or its
+    sample under the seeded Gumbel noise. It is asked once a level, for the trees still walking, so only nodes on accepted paths
+    are ever sampled. While the choice at a node is one of its children, the walk goes there; the first choice that is not
     becomes the bonus token. So the new tokens are exactly those of step-by-step decoding: the path's tokens, then the bonus.
 
     Why this is lossless at any temperature: the choice at a node depends only on the target's distribution given that path,
     never on the draft. For a deterministic tree this equals sequential rejection sampling, whose chance to go on is the
     target's mass on the node's children (arXiv 2606.18394, verification).
     """
-    node, path = 0, [0]
-    while True:
-        matches = np.nonzero((tree.parents == node) & (tree.tokens == choices[node]))[0]
-        if len(matches) == 0:
-            return path, [*(int(tree.tokens[n]) for n in path[1:]), int(choices[node])]
-        node = int(matches[0])
-        path.append(node)
+    paths: list[list[int]] = [[0] for _ in trees]
+    tokens: list[list[int]] = [[] for _ in trees]
+    active = list(range(len(trees)))
+    while active:
+        chosen = choose(active, [paths[i][-1] for i in active])
+        walking: list[int] = []
+        for i, token in zip(active, chosen, strict=True):
+            tokens[i].append(token)
+            child = trees[i].child(paths[i][-1], token)
+            if child is not None:
+                paths[i].append(child)
+                walking.append(i)
+        active = walking
+    return list(zip(paths, tokens, strict=True))
