@@ -49,12 +49,19 @@ class _Run:
 def evaluate(
     options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None
 ) -> list[Measurement]:
+    """Load target and head, and `measure`."""
+    llm = LLM.load(target_path(options.target), options.head, config=EngineConfig(max_running=1))
+    return measure(llm, options, on_run)
+
+
+def measure(
+    llm: LLM, options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None
+) -> list[Measurement]:
     """Measure every workload at every budget; write them to `options.output` when it is given.
 
     `on_run(done, total)` is told of each decoded prompt. Raises ValueError for a head that does not fit the target,
     bad prompts, and an output file that cannot be written.
     """
-    llm = LLM.load(target_path(options.target), options.head, config=EngineConfig(max_running=1))
     workloads = [
         (Path(file).stem, read_prompts(Path(file), limit=options.limit))
         for file in options.prompts or (str(EVALUATION),)

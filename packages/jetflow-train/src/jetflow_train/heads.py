@@ -48,10 +48,14 @@ def new_head(model: Decoder, config: HeadConfig, rows: Sequence[Row], seed: int)
         always = [token for token in model.config.eos_token_ids if token < config.vocab_size]
         ids = frequent_tokens(rows, config.draft_vocab_size, config.vocab_size, always)
         vocabulary = torch.tensor(ids, device=model.embed.device)
-    lm_head = model.lm_head.weight
-    assert lm_head is not None, "a packed target has no LM-head rows to share"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = DraftHead(config, model.embed.detach().float(), lm_head.detach().float(), vocabulary)
+        head = DraftHead(config, *target_tables(model), vocabulary)
         head.reset_parameters()
     return head.to(model.embed.device)
+
+
+def target_tables(model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's input table and LM head [V, C], float32, which a head shares."""
+    assert model.lm_head.weight is not None, "a packed target has no LM-head rows to share"
+    return model.embed.detach().float(), model.lm_head.weight.detach().float()

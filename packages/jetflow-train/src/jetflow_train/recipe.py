@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from jetflow_core.model import Decoder, load_model
+from jetflow_core.model import load_model
 from jetflow_train.checkpoint import export_head
 from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions
 from jetflow_train.data import Row, read_rows, spread
 from jetflow_train.evaluate import Measurement, evaluate
 from jetflow_train.features import build_features
-from jetflow_train.heads import head_config, new_head
+from jetflow_train.heads import head_config, new_head, target_tables
 from jetflow_train.regenerate import regenerate
 from jetflow_train.targets import target_path
 from jetflow_train.trainer import Trainer
@@ -46,7 +44,7 @@ def prepare(options: HeadOptions, progress: Progress) -> Trainer:
         options.teacher_top,
         _counter(progress, rows),
     )
-    return Trainer(head, _lm_head(model), store, rows, options)
+    return Trainer(head, target_tables(model), store, rows, options)
 
 
 def train_head(options: HeadOptions, progress: Progress) -> Path:
@@ -82,8 +80,3 @@ def _counter(progress: Progress, rows: list[Row]) -> Callable[[], None]:
         progress.features(done, len(rows))
 
     return count
-
-
-def _lm_head(model: Decoder) -> torch.Tensor:
-    assert model.lm_head.weight is not None
-    return model.lm_head.weight.detach()

@@ -36,21 +36,26 @@ class _Pending:
 def regenerate(
     options: RegenerateOptions, on_row: Callable[[int, int, int], object] = lambda done, total, tokens: None
 ) -> int:
+    """Load the target and let it `answer`."""
+    config = EngineConfig(
+        budget=options.budget if options.head else 0,
+        max_running=options.batch_size,
+        max_model_len=options.max_length,
+    )
+    return answer(LLM.load(target_path(options.target), options.head, config=config), options, on_row)
+
+
+def answer(
+    llm: LLM,
+    options: RegenerateOptions,
+    on_row: Callable[[int, int, int], object] = lambda done, total, tokens: None,
+) -> int:
     """Answer every prompt at every temperature into `options.output`; return how many rows were new.
 
     `on_row(done, total, tokens)` is told of each row, with its output length. Raises ValueError for prompts, target
     or output file that cannot be used.
     """
     output = Path(options.output)
-    llm = LLM.load(
-        target_path(options.target),
-        options.head,
-        config=EngineConfig(
-            budget=options.budget if options.head else 0,
-            max_running=options.batch_size,
-            max_model_len=options.max_length,
-        ),
-    )
     wanted = list(_wanted(llm, options))
     with _open_rows(output) as (stream, present):
         missing = [row for row in wanted if (row.id, row.temperature) not in present]

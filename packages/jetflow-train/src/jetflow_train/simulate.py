@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from jetflow_core.drafter import head_candidates
 from jetflow_core.head import DraftHead
 from jetflow_core.tree import Candidates, DraftTree, best_first_tree
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors
@@ -73,28 +74,6 @@ def forced_metrics(
 
 
 @torch.no_grad()
-def draft_candidates(head: DraftHead, hidden: Tensor, anchor: int, branches: int = BRANCHES) -> Candidates:
-    """Candidates of one block from its slots' hidden states [D, C], slot 1 first.
-
-    Depth 1 follows the known anchor, so its scores are already conditioned; deeper tokens are chosen by the marginal
-    logits and scored after every candidate of the depth before, normalised over the whole draft vocabulary.
-    """
-    depths = len(hidden)
-    first = head.logits(head.condition(hidden[:1], torch.tensor([anchor])))
-    rows = torch.cat([first, head.logits(hidden[1:])]).float()
-    logp = torch.log_softmax(rows, dim=-1)
-    best = logp.topk(min(branches, logp.shape[1]), dim=-1)
-    tokens = best.indices if head.draft_vocab is None else head.draft_vocab[best.indices]
-    width = tokens.shape[1]
-    following = best.values[1:, None, :]
-    if head.pairwise is not None and depths > 1:
-        states = head.condition(hidden[1:].repeat_interleave(width, 0), tokens[:-1].flatten())
-        scores = torch.log_softmax(head.logits(states).float(), dim=-1).view(depths - 1, width, -1)
-        following = scores.gather(2, best.indices[1:, None, :].expand(-1, width, -1))
-    return Candidates(tokens.numpy(), best.values[0].float().numpy(), following.float().numpy())
-
-
-@torch.no_grad()
 def replayed_tau(
     head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
 ) -> dict[int, float]:
@@ -125,10 +104,7 @@ def _row_candidates(head: DraftHead, features: RowFeatures, anchors: Tensor, rul
     whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
     batch = pack_blocks([(features, anchors, torch.full_like(anchors, rules.block_size))], whole)
     hidden = block_hidden(head, batch).view(len(anchors), rules.block_size, -1)
-    return [
-        draft_candidates(head, states[1:], int(features.tokens[anchor]))
-        for anchor, states in zip(anchors.tolist(), hidden, strict=True)
-    ]
+    return head_candidates(head, hidden[:, 1:], features.tokens[anchors], BRANCHES)
 
 
 def _accepted(tree: DraftTree, tokens: list[int], position: int) -> int:

@@ -61,7 +61,7 @@ class Trainer:
     """
 
     def __init__(
-        self, head: DraftHead, lm_head: Tensor, store: FeatureStore, rows: list[Row], options: HeadOptions
+        self, head: DraftHead, tables: tuple[Tensor, Tensor], store: FeatureStore, rows: list[Row], options: HeadOptions
     ) -> None:
         self.head, self.store, self.rows, self.options = head, store, rows, options
         self.output = Path(options.output)
@@ -69,6 +69,7 @@ class Trainer:
             options.block_size, head.config.mask_token_id, head.config.causal, options.gamma, options.truncate
         )
         self._index = draft_index(head.draft_vocab, head.config.vocab_size)
+        self._tables, lm_head = tables, tables[1]
         self._lm_rows = lm_head if head.draft_vocab is None else lm_head[head.draft_vocab]
         self._parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
         matrices = [p for p in self._parameters.values() if p.ndim > 1]
@@ -220,10 +221,12 @@ class Trainer:
             FORCED_ANCHORS,
             self.options.teacher_temperature,
         )
+        # Replayed with the exported head, read back as serving reads it: what is measured is what will be used.
+        export_head(self.output / "head", self.head)
+        drafting = DraftHead.load(self.output / "head", *self._tables)
+        drafting.pack()
         greedy = [row for row in held if self.rows[row].temperature == 0][:REPLAYED_ROWS]
-        tau = replayed_tau(
-            self.head, [self.store[row] for row in greedy], self.rules, REPLAYED_BUDGETS, REPLAYED_TOKENS
-        )
+        tau = replayed_tau(drafting, [self.store[row] for row in greedy], self.rules, REPLAYED_BUDGETS, REPLAYED_TOKENS)
         return {"held_out": asdict(forced), "replayed_tau": tau}
 
     def _record(self, values: dict[str, Any]) -> dict[str, Any]:

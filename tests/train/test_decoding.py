@@ -1,0 +1,170 @@
+"""Regeneration and evaluation through the engine, and the loop closed: measured τ = replayed τ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from training_tiny import features_of, tiny_head, tiny_model, tiny_rows
+
+from jetflow_core.engine import Engine, EngineConfig
+from jetflow_core.llm import LLM
+from jetflow_core.sampling import SamplingParams
+from jetflow_core.tokenizer import Tokenizer
+from jetflow_train.blocks import BlockRules
+from jetflow_train.config import EvaluateOptions, RegenerateOptions
+from jetflow_train.data import Row, read_rows
+from jetflow_train.evaluate import measure
+from jetflow_train.regenerate import answer
+from jetflow_train.simulate import replayed_tau
+
+WORDS = [f"w{i}" for i in range(61)]
+
+
+def word_tokenizer() -> Tokenizer:
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    template = "{% for m in messages %}w1 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+    return Tokenizer(inner, eos_token_ids=[2], chat_template=template)
+
+
+def llm(with_head: bool = True, **limits: int) -> LLM:
+    model = tiny_model()
+    head = None
+    if with_head:
+        head = tiny_head(model, tiny_rows(8)).requires_grad_(False)
+        head.pack()
+    return LLM(Engine(model, word_tokenizer(), head, EngineConfig(page_size=4, num_pages=200, **limits)))
+
+
+def prompt_file(path: Path, count: int = 5) -> str:
+    lines = [json.dumps({"id": f"p/{i}", "turns": [f"w{7 + i} w{20 + i}", "second"]}) for i in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def options(folder: Path, **changes: object) -> RegenerateOptions:
+    values: dict[str, object] = {
+        "prompts": (prompt_file(folder / "prompts.jsonl"),),
+        "output": str(folder / "rows.jsonl"),
+        "max_tokens": 10,
+        "temperature": (0.0, 0.9),
+        **changes,
+    }
+    return RegenerateOptions(**values)  # pyright: ignore[reportArgumentType]
+
+
+def rows_of(path: Path) -> dict[tuple[str, float], Row]:
+    return {(row.id, row.temperature): row for row in read_rows([path], 61, 100)}
+
+
+def test_answers_are_the_targets_own(tmp_path: Path) -> None:
+    assert answer(llm(with_head=False), options(tmp_path)) == 10
+    rows = rows_of(tmp_path / "rows.jsonl")
+    model = tiny_model()
+    greedy = rows["p/1", 0.0]
+    assert greedy.prompt_ids == (1, 8, 21, 3)
+    hidden, _ = model.forward_sequence(torch.tensor(greedy.tokens))
+    choices = model.logits(hidden).argmax(-1)[len(greedy.prompt_ids) - 1 : -1]
+    assert choices.tolist() == list(greedy.output_ids)
+    assert rows["p/1", 0.9].output_ids != greedy.output_ids
+
+
+def test_a_killed_run_goes_on_with_the_same_rows(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    answer(llm(with_head=False), options(whole))
+
+    def kill(done: int, total: int, tokens: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(llm(with_head=False, max_running=2), options(parts), kill)
+    file = parts / "rows.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"id": "p/4", "temper')  # a line the kill cut short
+    assert answer(llm(with_head=False, max_running=3), options(parts)) == 6
+    assert rows_of(file) == rows_of(whole / "rows.jsonl")
+
+
+def test_a_head_does_not_change_the_answers(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    answer(llm(with_head=False), options(one))
+    answer(llm(), options(two))
+    assert rows_of(one / "rows.jsonl") == rows_of(two / "rows.jsonl")
+
+
+def test_the_suffix_goes_to_the_files_named(tmp_path: Path) -> None:
+    other = prompt_file(tmp_path / "maths.jsonl", count=1)
+    both = options(tmp_path, suffix=" w50", suffix_files=(other,), temperature=(0.0,))
+    with pytest.raises(ValueError, match=r"maths.jsonl, which is not among prompts"):
+        answer(llm(with_head=False), both)
+    answer(llm(with_head=False), replace(both, prompts=(other,)))
+    assert rows_of(tmp_path / "rows.jsonl")["p/0", 0.0].prompt_ids == (1, 7, 20, 50, 3)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "a", "turns": []}', "needs 'id' and a non-empty list 'turns'"),
+        ('{"id": "a", "turns": [" "]}', "the first turn must be a text"),
+        ('{"id": "a", "turns": ["' + "w5 " * 200 + '"]}', "prompt a has 202 tokens, the limit is 100"),
+        ("not json", "line 1: not JSON"),
+        ("", "no prompts in this file"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        answer(llm(with_head=False), options(tmp_path, prompts=(str(file),), max_length=100))
+
+
+def test_an_unwritable_row_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"prompts.jsonl/rows.jsonl: cannot write rows"):
+        answer(llm(with_head=False), options(tmp_path, output=str(tmp_path / "prompts.jsonl" / "rows.jsonl")))
+
+
+def test_measurements_are_lossless_and_written(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    results = measure(
+        llm(),
+        EvaluateOptions(
+            prompts=(prompt_file(tmp_path / "load.jsonl"),),
+            budgets=(0, 4, 12),
+            max_tokens=16,
+            limit=3,
+            output=str(file),
+        ),
+    )
+    assert [each.budget for each in results] == [0, 4, 12]
+    assert all(each.prompts == each.identical == 3 for each in results)
+    assert results[0].tau == results[0].speedup == 1.0
+    assert results[2].tau >= 1.0
+    assert [each["workload"] for each in json.loads(file.read_text())] == ["load"] * 3
+
+
+@pytest.mark.parametrize("budget", [3, 12])
+def test_replayed_tau_is_the_engines(budget: int) -> None:
+    """The classical bug is a good offline number with poor real acceptance: here the two must agree to the step."""
+    model = tiny_model()
+    head = tiny_head(model, tiny_rows(8)).requires_grad_(False)
+    head.pack()
+    engine = LLM(Engine(model, None, head, EngineConfig(page_size=4, num_pages=200)))
+    prompts = [row.prompt_ids for row in tiny_rows(4)]
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    items, tokens, steps = [], 0, 0
+    for number, (prompt, done) in enumerate(zip(prompts, engine.generate(prompts, params, budget=budget), strict=True)):
+        items.append(features_of(model, Row(str(number), 0.0, prompt, tuple(done.token_ids)), number))
+        tokens += len(done.token_ids) - 1  # the first token comes out of the prefill
+        steps += done.usage.target_steps - 1
+    rules = BlockRules(head.config.block_size, head.config.mask_token_id)
+    replayed = replayed_tau(head, items, rules, [budget], max_tokens=25)[budget]
+    assert replayed == pytest.approx(tokens / steps)

@@ -1,0 +1,138 @@
+"""Rows, features and draft vocabulary: what is read, what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from training_tiny import TAPS, VOCABULARY, tiny_model, tiny_options, tiny_rows
+
+from jetflow_train.data import frequent_tokens, is_held_out, read_rows, spread
+from jetflow_train.features import ROWS_PER_SHARD, build_features
+from jetflow_train.heads import head_config
+
+MODEL = tiny_model()
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(**changes: object) -> dict[str, object]:
+    return {"id": "a", "temperature": 0.0, "prompt_ids": [1, 2], "output_ids": [3, 4, 5], **changes}
+
+
+def test_rows_of_plain_and_gzip_files_without_repeats(tmp_path: Path) -> None:
+    plain = write(tmp_path / "a.jsonl", row(), row(temperature=0.7), row(id="b", output_ids=[9]))
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress((json.dumps(row(output_ids=[7, 7])) + "\n" + json.dumps(row(id="c"))).encode()))
+    rows = read_rows([plain, packed], 50, 4)
+    assert [(each.id, each.temperature, each.output_ids) for each in rows] == [
+        ("a", 0.0, (3, 4)),  # cut at the limit; the same row in the second file is not taken again
+        ("a", 0.7, (3, 4)),
+        ("c", 0.0, (3, 4)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no training rows"),
+        ([row(output_ids=[3])], "every row is masked"),
+        ([row(prompt_ids=[1] * 8)], "line 1: the prompt has 8 tokens, the limit is 8"),
+        ([row(prompt_ids=[])], "'prompt_ids' is empty"),
+        ([row(), row(id="b", output_ids=[3, 50])], "line 2: 'output_ids' holds id 50, the target's vocabulary has 50"),
+        ([row(prompt_ids="text")], "'prompt_ids' must be a list of token ids"),
+        ([{"id": "a"}], "missing key 'output_ids'"),
+        ([[1]], "expected an object, found list"),
+    ],
+)
+def test_unusable_rows_are_refused(tmp_path: Path, rows: list[object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_rows([write(tmp_path / "rows.jsonl", *rows)], 50, 8)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing\.jsonl: no such file"):
+        read_rows([tmp_path / "nothing.jsonl"], 50, 8)
+    damaged = tmp_path / "rows.jsonl.gz"
+    damaged.write_bytes(gzip.compress(json.dumps(row()).encode() * 50)[:-12])
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz"):
+        read_rows([damaged], 50, 8)
+
+
+def test_the_held_out_share_is_about_what_was_asked_and_comes_first() -> None:
+    rows = spread(tiny_rows(400) + tiny_rows(400, temperature=0.7))
+    held = [is_held_out(each.id, 0.1) for each in rows]
+    assert 0.05 < sum(held) / len(held) < 0.16
+    assert held == sorted(held, reverse=True)
+
+
+def test_draft_vocabulary() -> None:
+    rows = tiny_rows(1)
+    tokens = frequent_tokens(rows, 12, VOCABULARY, always=[2])
+    assert len(tokens) == 12
+    assert tokens == sorted(set(tokens))
+    assert 2 in tokens
+    for size in (0, VOCABULARY + 1):
+        with pytest.raises(ValueError, match=f"draft_vocab_size {size}"):
+            frequent_tokens(rows, size, VOCABULARY, always=[2])
+
+
+def test_features_are_what_the_target_says_and_survive_an_interrupt(tmp_path: Path) -> None:
+    rows = tiny_rows(ROWS_PER_SHARD + 3)
+    calls = 0
+
+    def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == ROWS_PER_SHARD + 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_features(tmp_path, MODEL, rows, TAPS, 8, interrupt)
+    computed = 0
+
+    def count() -> None:
+        nonlocal computed
+        computed += 1
+
+    store = build_features(tmp_path, MODEL, rows, TAPS, 8, count)
+    assert len(store) == computed == len(rows)
+    for number in (0, ROWS_PER_SHARD - 1, ROWS_PER_SHARD + 2):
+        features, expected = store[number], rows[number]
+        hidden, taps = MODEL.forward_sequence(torch.tensor(expected.tokens), TAPS)
+        logp = torch.log_softmax(MODEL.logits(hidden), dim=-1)[len(expected.prompt_ids) - 1 : -1]
+        assert features.tokens.tolist() == list(expected.tokens)
+        assert features.prompt_length == len(expected.prompt_ids)
+        torch.testing.assert_close(features.taps.float(), taps, rtol=0.01, atol=0.01)
+        assert features.teacher_ids.tolist() == logp.topk(8).indices.tolist()
+        torch.testing.assert_close(features.teacher_logp, logp.topk(8).values, rtol=0.01, atol=0.01)
+
+
+def test_features_of_something_else_are_refused(tmp_path: Path) -> None:
+    rows = tiny_rows(3)
+    build_features(tmp_path, MODEL, rows, TAPS, 8)
+    with pytest.raises(ValueError, match="made with another target"):
+        build_features(tmp_path, tiny_model(seed=5), rows, TAPS, 8)
+    with pytest.raises(ValueError, match="made with another rows"):
+        build_features(tmp_path, MODEL, tiny_rows(3, seed=9), TAPS, 8)
+    with pytest.raises(ValueError, match="made with another tap_layers"):
+        build_features(tmp_path, MODEL, rows, (0, 2), 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": VOCABULARY}, "mask_token_id"),
+        ({"draft_vocab_size": VOCABULARY + 1}, "draft_vocab_size"),
+        ({"block_size": 1}, "block_size"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        head_config(MODEL, tiny_options(**changes))

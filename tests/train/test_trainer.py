@@ -1,0 +1,156 @@
+"""The loop: it learns, it resumes to the bit, it stops on bad numbers, it refuses what does not belong."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from training_tiny import tiny_model, tiny_options, tiny_rows
+
+from jetflow_core.head import DraftHead
+from jetflow_train.config import HeadOptions
+from jetflow_train.data import Row, is_held_out, spread
+from jetflow_train.features import build_features
+from jetflow_train.heads import head_config, new_head, target_tables
+from jetflow_train.trainer import STEPS_PER_LOG, Trainer, learning_rate
+
+MODEL = tiny_model()
+ROWS = spread(tiny_rows(12))
+
+
+def trainer(folder: Path, options: HeadOptions, rows: list[Row] = ROWS) -> Trainer:
+    config = head_config(MODEL, options)
+    store = build_features(folder / "features", MODEL, rows, config.target_layer_ids, options.teacher_top)
+    head = new_head(MODEL, config, rows, options.seed)
+    return Trainer(head, target_tables(MODEL), store, rows, replace(options, output=str(folder / "run")))
+
+
+def weights(trained: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trained.head.named_parameters() if p.requires_grad}
+
+
+def test_the_loss_falls_and_the_metrics_say_so(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_options(steps=4 * STEPS_PER_LOG, blocks=16, learning_rate=5e-3))
+    run.run()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert losses[-1] < 0.8 * losses[0]
+    final = records[-1]
+    assert final["replayed_tau"].keys() == {"8", "32"}
+    assert 1.0 <= final["replayed_tau"]["8"] <= final["replayed_tau"]["32"] <= 5.0
+    assert len(final["held_out"]["conditional_accuracy"]) == 4
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    options = tiny_options(steps=14)
+    straight = trainer(tmp_path / "a", options)
+    straight.run()
+    interrupted = trainer(tmp_path / "b", options)
+
+    def stop(current: Trainer, record: object) -> None:
+        if current.position.step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.run(stop)
+    resumed = trainer(tmp_path / "b", options)
+    resumed.run()
+    assert resumed.position.step == straight.position.step == 14
+    assert resumed.position.blocks == straight.position.blocks
+    for name, value in weights(straight).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+
+def test_the_exported_head_loads_and_scores_alike(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_options(steps=2))
+    run.run()
+    loaded = DraftHead.load(tmp_path / "run" / "head", *target_tables(MODEL))
+    assert loaded.config == run.head.config
+    assert loaded.draft_vocab is not None
+    assert run.head.draft_vocab is not None
+    assert torch.equal(loaded.draft_vocab, run.head.draft_vocab)
+    hidden = torch.randn(3, 32)
+    torch.testing.assert_close(loaded.logits(hidden), run.head.logits(hidden))
+    previous = torch.tensor([5, 9, 11])
+    torch.testing.assert_close(
+        loaded.condition(hidden, previous), run.head.condition(hidden, previous), rtol=0.05, atol=0.02
+    )
+
+
+def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    trainer(tmp_path, tiny_options(steps=2)).run()
+    with pytest.raises(ValueError, match=r"had gamma = 6.0, this one has 3.0"):
+        trainer(tmp_path, tiny_options(steps=2, gamma=3.0)).run()
+    # The mask id is part of a run even when the option is left to its default.
+    with pytest.raises(ValueError, match="mask_token_id"):
+        trainer(tmp_path, tiny_options(steps=2, mask_token_id=7)).run()
+
+
+def test_a_longer_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path, tiny_options(steps=2)).run()
+    longer = trainer(tmp_path, tiny_options(steps=5))
+    longer.run()
+    assert longer.position.step == 5
+
+
+def test_a_bad_batch_is_named_and_the_checkpoint_stays(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_options(steps=3))
+    run.run()
+    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    broken = trainer(tmp_path, tiny_options(steps=6))
+    broken.resume()
+    with torch.no_grad():
+        broken.head.norm.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match=r"step 3: loss nan.*tiny/"):
+        broken.step()
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+
+
+def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_options(steps=1, held_out=0.4))
+    seen = {row for _ in range(30) for row in run.next_batch().rows}
+    held = {number for number, row in enumerate(ROWS) if is_held_out(row.id, 0.4)}
+    assert held
+    assert seen == set(range(len(ROWS))) - held
+
+
+def test_everything_held_out_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no training rows"):
+        trainer(tmp_path, tiny_options(steps=1, held_out=0.999999)).run()
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, tiny_options(steps=2)).run()
+    path = tmp_path / "run" / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt: cannot read"):
+        trainer(tmp_path, tiny_options(steps=2)).run()
+
+
+def test_an_unwritable_output_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match="run: cannot write the output folder"):
+        trainer(tmp_path, tiny_options(steps=2))
+
+
+def test_the_schedule_warms_up_and_ends_at_its_floor() -> None:
+    options = tiny_options(learning_rate=1.0, warmup=0.1, final_rate=0.2)
+    assert learning_rate(0.05, options) == pytest.approx(0.5)
+    assert learning_rate(0.1, options) == pytest.approx(1.0)
+    assert learning_rate(0.55, options) == pytest.approx(0.6)
+    assert learning_rate(1.0, options) == learning_rate(1.3, options) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"attention": "bidirectional"}, {"pairwise_size": 0}, {"learned_mask": False, "draft_vocab_size": None}]
+)
+def test_every_kind_of_head_trains(tmp_path: Path, changes: dict[str, object]) -> None:
+    run = trainer(tmp_path, tiny_options(steps=2, **changes))
+    start = weights(run)
+    run.run()
+    moved = [name for name, value in weights(run).items() if not torch.equal(value, start[name])]
+    assert len(moved) > 0.8 * len(start)
