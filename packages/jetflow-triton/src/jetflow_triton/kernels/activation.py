@@ -11,7 +11,8 @@ from jetflow_triton.kernels.common import EXACT, ceil_div, power_of_two, rows_of
 
 @triton.jit
 def silu(x):
-    return x / (1.0 + tl.exp(-x))
+    e = tl.exp(-tl.abs(x))  # never above 1
+    return x * tl.where(x < 0.0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit(do_not_specialize=["stride"])

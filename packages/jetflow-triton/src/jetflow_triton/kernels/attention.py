@@ -1,9 +1,9 @@
 """Paged tree attention: flash attention over fixed splits of the slots, merged in order.
 
-A program owns a tile of rows, each a (query, query head) pair, the query heads of one KV head side by side. Slots are
-cut into splits of `SPLIT` whatever the batch, each split is reduced alone, and splits are merged one after the other by
-the same arithmetic, in registers when there are tiles enough to fill a GPU and in a second kernel when not. So the bits
-of a row are a function of its own query, prefix and tree.
+A program owns a tile of rows, each a (query, query head) pair, the query heads of one KV head side by side. The prefix
+is cut into splits of `SPLIT` slots whatever the batch, and the tree belongs to the last of them. Each split is reduced
+alone, and splits are merged one after the other by the same arithmetic, in registers when there are tiles enough to
+fill a GPU and in a second kernel when not. So the bits of a row are a function of its own query, prefix and tree.
 
 After FlashAttention-2 (Dao 2023), Flash-Decoding (Dao et al. 2023) and PagedAttention (Kwon et al. 2023).
 """
@@ -73,27 +73,30 @@ def _reduce(
     HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over the slots `low … high − 1`; those of the tree part are masked by ancestry."""
-    lanes = tl.arange(0, BLOCK_D)
+    """Online softmax over the slots `low … high − 1`, of the prefix or (from its start) of the tree."""
+    lanes, block_lanes = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
-        slots = start + tl.arange(0, BLOCK_N)
+        slots = start + block_lanes
         inside = slots < high
         block = tl.load(table + slots // PAGE, mask=inside, other=0).to(tl.int64)
         offset = ((block * PAGE + slots % PAGE) * KV_HEADS + kv_head) * WIDTH
         loaded = inside[:, None] & (lanes < WIDTH)[None, :]
         k = tl.load(k_cache + offset[:, None] + lanes[None, :], mask=loaded, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        seen = tl.broadcast_to(inside[None, :], scores.shape)
         if IN_TREE:
-            node = slots - prefix
+            node = start - prefix  # a multiple of the block: its bits are one word a row, or two
             if HAS_MASK:
-                wanted = row_inside[:, None] & (inside & (node >= 0) & (node < mask_bits))[None, :]
-                words = tl.load(mask_row[:, None] + (tl.maximum(node, 0) // 32)[None, :], mask=wanted, other=0)
-                seen = ((words >> (tl.maximum(node, 0) % 32)[None, :]) & 1) != 0
+                row_word = mask_row + node // 32
+                words = tl.load(row_word, mask=row_inside & (query * 0 + node < mask_bits), other=0)[:, None]
+                if BLOCK_N > 32:
+                    more = tl.load(row_word + 1, mask=row_inside & (query * 0 + node + 32 < mask_bits), other=0)[
+                        :, None
+                    ]
+                    words = tl.where((block_lanes < 32)[None, :], words, more)
+                seen = seen & (((words >> ((node + block_lanes) % 32)[None, :]) & 1) != 0)
             else:
-                seen = node[None, :] <= query[:, None]
-            seen = (seen | (node < 0)[None, :]) & inside[None, :]
-        else:
-            seen = tl.broadcast_to(inside[None, :], scores.shape)
+                seen = seen & ((node + block_lanes)[None, :] <= query[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -160,9 +163,9 @@ def tree_attention_kernel(
     table = block_tables + sequence.to(tl.int64) * table_width
 
     high = prefix + count
-    if not HAS_MASK:  # later slots are invisible to the whole tile
+    if not HAS_MASK:  # later nodes are invisible to the whole tile
         high = tl.minimum(high, prefix + (tile + 1) * (BLOCK_M // GROUP))
-    splits = (high + SPLIT_SIZE - 1) // SPLIT_SIZE
+    splits = tl.maximum((prefix + SPLIT_SIZE - 1) // SPLIT_SIZE, 1)
     one = tl.program_id(2)
     begin = one if IN_GRID else 0
     end = tl.minimum(one + 1, splits) if IN_GRID else splits
@@ -172,19 +175,17 @@ def tree_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     for split in range(begin, end):
         low = split * SPLIT_SIZE
-        stop = tl.minimum(low + SPLIT_SIZE, high)
-        plain = tl.maximum(tl.minimum(stop, prefix) - low, 0) // BLOCK_N * BLOCK_N + low
         new_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         new_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         new_total = tl.zeros([BLOCK_M], tl.float32)
         new_acc, new_peak, new_total = _reduce(
             new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
-            low, plain, prefix, scale, kv_head,
+            low, tl.minimum(low + SPLIT_SIZE, prefix), prefix, scale, kv_head,
             PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, False, HAS_MASK, PRECISION,
         )  # fmt: skip
         new_acc, new_peak, new_total = _reduce(
             new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
-            plain, stop, prefix, scale, kv_head,
+            prefix, tl.where(split == splits - 1, high, prefix), prefix, scale, kv_head,
             PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, True, HAS_MASK, PRECISION,
         )  # fmt: skip
         if IN_GRID:
@@ -224,8 +225,7 @@ def merge_splits_kernel(
     index = tl.arange(0, BLOCK_B)
     last = tl.load(query_start + index + 1, mask=index < batch, other=0)
     sequence = tl.sum(tl.where((last <= token) & (index < batch), 1, 0), 0)
-    count = tl.load(query_start + sequence + 1) - tl.load(query_start + sequence)
-    splits = (tl.load(prefix_lens + sequence) + count + SPLIT_SIZE - 1) // SPLIT_SIZE
+    splits = tl.maximum((tl.load(prefix_lens + sequence) + SPLIT_SIZE - 1) // SPLIT_SIZE, 1)
     heads, lanes = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     inside = heads < HEADS
     stored = inside[:, None] & (lanes < WIDTH)[None, :]
@@ -256,7 +256,7 @@ def tile_for(width: int, itemsize: int) -> Tile:
     """Keeps K and V of `stages` blocks within shared memory; a function of model constants only."""
     size = power_of_two(width) * itemsize
     if size <= 128:
-        return Tile(64, 4, 3)
+        return Tile(64, 8, 3)
     if size <= 256:
         return Tile(64, 8, 2)
     return Tile(32 if size <= 512 else 16, 8, 2)
