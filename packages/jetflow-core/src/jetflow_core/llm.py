@@ -118,7 +118,7 @@ class LLM:
 
 def check_head(head: DraftHead, num_layers: int, source: str) -> None:
     """Raise ValueError when `head` was made for a target with another number of layers."""
-    if head.config.num_target_layers != num_layers:
+    if head.config.num_target_layers not in (None, num_layers):
         raise ValueError(
             f"draft head {source} belongs to a target with {head.config.num_target_layers} layers, this one has {num_layers}"
         )

@@ -135,9 +135,13 @@ def load_model(path: str | Path, dtype: str = "auto", device: str = "auto") -> D
 def build_model(checkpoint: Checkpoint, dtype: str = "auto", device: str = "auto") -> Decoder:
     """Fill a decoder from `checkpoint`, tensor by tensor, without a second copy of the weights in memory."""
     config, place = checkpoint.config, resolve_device(device)
-    with torch.device("meta"):
-        model = Decoder(config)
-    model = model.to(resolve_dtype(dtype, config.dtype, place)).to_empty(device=place).requires_grad_(False)
+    target_dtype, default_dtype = resolve_dtype(dtype, config.dtype, place), torch.get_default_dtype()
+    torch.set_default_dtype(target_dtype)  # the weights are made in their final dtype: no second copy
+    try:
+        with torch.device(place):
+            model = Decoder(config).requires_grad_(False)
+    finally:
+        torch.set_default_dtype(default_dtype)
     _fill(model, checkpoint.tensors)
     model.set_max_positions(config.max_position_embeddings)
     return model
