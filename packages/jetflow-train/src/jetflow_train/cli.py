@@ -21,7 +21,15 @@ COMMANDS = {"regenerate": RegenerateOptions, "head": HeadOptions, "evaluate": Ev
 # The whole recipe at a size that two CPU cores finish within ten minutes.
 DEMO: dict[str, dict[str, Any]] = {
     "regenerate": {"max_tokens": 128, "max_length": 512, "temperature": (0.0, 0.7)},
-    "head": {"minutes": 4.0, "max_length": 512, "gamma": 4.0, "evaluate_minutes": 10.0, "checkpoint_minutes": 1.0},
+    "head": {
+        "minutes": 4.0,
+        "max_length": 512,
+        "gamma": 4.0,
+        "teacher_temperature": 0.7,
+        "mask_token_id": 16,  # <empty_output>, which no answer contains
+        "evaluate_minutes": 10.0,
+        "checkpoint_minutes": 1.0,
+    },
     "evaluate": {"budgets": (0, 8, 16), "limit": 6, "max_tokens": 64},
 }
 

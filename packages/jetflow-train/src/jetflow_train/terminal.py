@@ -60,7 +60,7 @@ class Bars:
             bar.write(f"held out: KL {record['held_out']['conditional_kl']:.3f}, replayed τ {tau}", file=sys.stdout)
 
     def _show(self, name: str, done: int, total: int, unit: str) -> tqdm[Any]:
-        if self._bar is None or self._name != name:
+        if self._bar is None or self._name != name or done < self._bar.n:
             self._close()
             self._bar, self._name = tqdm(total=total, desc=name, unit=unit, initial=done), name
         self._bar.update(done - self._bar.n)
