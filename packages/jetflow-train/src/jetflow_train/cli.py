@@ -65,12 +65,14 @@ def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> Non
 
 def _whole_recipe(config: Path | None, flags: dict[str, Any], bars: Bars) -> None:
     output = flags.get("output", "jetflow-run")
-    places = {
+    places: dict[str, dict[str, Any]] = {
         "regenerate": {"output": f"{output}/rows.jsonl"},
         "head": {"output": output, "data": (f"{output}/rows.jsonl",)},
         "evaluate": {"head": f"{output}/head"},
     }
     shared = {"target": flags["target"]} if "target" in flags else {}
+    if shared:  # the demo's mask id is an ordinary token elsewhere
+        places["head"]["mask_token_id"] = None
     length = {"minutes": flags["minutes"], "steps": None} if "minutes" in flags else {}
     regenerating = load_options(RegenerateOptions, config, places["regenerate"] | shared, DEMO["regenerate"])
     training = load_options(HeadOptions, config, places["head"] | shared | length, DEMO["head"])
