@@ -11,7 +11,7 @@ import pytest
 
 
 def _run(*options: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-rN", str(Path(__file__).with_name("kernels_interpreted.py"))]
+    command = [sys.executable, "-m", "pytest", "-rN", str(Path(__file__).with_name("kernels_interpreted.py"))]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     finished = subprocess.run([*command, *options], check=False, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stdout[-6000:] + finished.stderr[-2000:]
