@@ -11,10 +11,12 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+
+from jetflow_core.demo import demo_model
 from jetflow_core.engine import EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
-from jetflow_serve.demo import demo_head, demo_model
+from jetflow_serve.demo import demo_head
 
 QUESTIONS = [
     "What is the capital of France?",

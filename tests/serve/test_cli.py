@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from jetflow_core import demo as core_demo
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_serve import bench, choice, cli, demo, generate, server, verify
@@ -30,7 +32,7 @@ def demo_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("config.json", "model.safetensors"):
         (head / name).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(demo, "MODEL_PACKAGE", "fake_demo")
+    monkeypatch.setattr(core_demo, "MODEL_PACKAGE", "fake_demo")
     monkeypatch.setattr(demo, "HEAD_FOLDER", head)
     return tmp_path
 
@@ -60,7 +62,8 @@ def test_the_demo_is_the_default(demo_files: Path) -> None:
     chosen = choice.choose_model(None, None, None)
     assert Path(chosen.model).name == "tiny.gguf"
     assert chosen.head == str(demo_files / "demo_head")
-    assert (chosen.budget, chosen.name, chosen.note) == (demo.DEFAULT_BUDGET, demo.DEMO_NAME, None)
+    assert (chosen.name, chosen.note) == (demo.DEMO_NAME, None)
+    assert chosen.budget == choice.default_budget("auto")
     assert choice.choose_model(None, None, 5).budget == 5
     assert choice.choose_model(None, None, 0).budget == 0
 
@@ -78,17 +81,25 @@ def test_another_model_has_no_head_unless_named(tmp_path: Path) -> None:
     folder = tmp_path / "My-Model"
     folder.mkdir()
     assert choice.choose_model(str(folder), None, None) == choice.ModelChoice(str(folder), None, 0, "My-Model")
-    assert choice.choose_model("org/name", "org/head", None).budget == demo.DEFAULT_BUDGET
+    assert choice.choose_model("org/name", "org/head", None).budget == choice.default_budget("auto")
     assert choice.choose_model("org/name", None, None).name == "org/name"
     assert choice.choose_model("org/name", None, None, "mine").name == "mine"
     with pytest.raises(ValueError, match="--budget 8 needs a draft head"):
         choice.choose_model("org/name", None, 8)
 
 
+@pytest.mark.parametrize(("native", "budget"), [(True, 16), (False, 8)])
+def test_the_default_budget_follows_the_device(monkeypatch: pytest.MonkeyPatch, native: bool, budget: int) -> None:
+    monkeypatch.setattr(choice, "has_native_bfloat16", lambda: native)
+    assert choice.default_budget("cpu") == budget
+    monkeypatch.setattr(choice, "resolve_device", torch.device)
+    assert choice.default_budget("cuda") == 64
+
+
 def test_a_missing_demo_package_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "MODEL_PACKAGE", "no_such_package_anywhere")
+    monkeypatch.setattr(core_demo, "MODEL_PACKAGE", "no_such_package_anywhere")
     status, _, err = run(capsys, "generate", "hi")
     assert status == 2
     assert err.startswith("jetflow-serve: error: the demo model is not installed: run `uv sync`")

@@ -6,9 +6,12 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetflow_core.demo import demo_model
 from jetflow_core.engine import EngineConfig
+from jetflow_core.layers import has_native_bfloat16
 from jetflow_core.llm import LLM
-from jetflow_serve.demo import DEFAULT_BUDGET, DEMO_NAME, demo_head, demo_model
+from jetflow_core.model import resolve_device
+from jetflow_serve.demo import DEMO_NAME, GPU_BUDGET, NATIVE_BF16_BUDGET, PLAIN_CPU_BUDGET, demo_head
 
 ENGINE_OPTIONS = ("page_size", "num_pages", "max_batch_tokens", "max_running", "max_model_len")
 
@@ -24,8 +27,17 @@ class ModelChoice:
     note: str | None = None
 
 
-def choose_model(model: str | None, head: str | None, budget: int | None, name: str | None = None) -> ModelChoice:
-    """Fill in what was left out: the demo, its head, and a budget where there is a head.
+def default_budget(device: str) -> int:
+    """Draft nodes a pass on `device` ("auto", "cpu" or "cuda")."""
+    if resolve_device(device).type == "cuda":
+        return GPU_BUDGET
+    return NATIVE_BF16_BUDGET if has_native_bfloat16() else PLAIN_CPU_BUDGET
+
+
+def choose_model(
+    model: str | None, head: str | None, budget: int | None, name: str | None = None, device: str = "auto"
+) -> ModelChoice:
+    """Fill in what was left out: the demo, its head, and a budget for the device where there is a head.
 
     Raises ValueError when drafting is asked for without a head, or the demo is not installed.
     """
@@ -39,7 +51,9 @@ def choose_model(model: str | None, head: str | None, budget: int | None, name: 
         raise ValueError(f"--budget {budget} needs a draft head: name one with --head, or use --budget 0")
     path = str(demo_model()) if model is None else model
     served = name or (DEMO_NAME if model is None else _short_name(model))
-    return ModelChoice(path, head, (DEFAULT_BUDGET if head else 0) if budget is None else budget, served, note)
+    if budget is None:
+        budget = default_budget(device) if head else 0
+    return ModelChoice(path, head, budget, served, note)
 
 
 def load(choice: ModelChoice, options: Namespace) -> LLM:

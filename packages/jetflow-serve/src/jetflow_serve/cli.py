@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from jetflow_serve.demo import DEFAULT_BUDGET
+from jetflow_serve.demo import GPU_BUDGET, NATIVE_BF16_BUDGET, PLAIN_CPU_BUDGET
 
 DESCRIPTION = """\
 Serve, try and measure a language model with lossless tree speculative decoding.
@@ -149,7 +149,8 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=_at_least(0),
         metavar="N",
-        help=f"draft nodes a request and pass; 0: no speculation ({DEFAULT_BUDGET} with a head, else 0)",
+        help=f"draft nodes a request and pass; 0: no speculation (with a head {GPU_BUDGET} on a GPU, {NATIVE_BF16_BUDGET} on a "
+        f"CPU with native bfloat16, {PLAIN_CPU_BUDGET} on others; else 0)",
     )
 
 

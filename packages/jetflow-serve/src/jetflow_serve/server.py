@@ -46,7 +46,7 @@ class Server(uvicorn.Server):
 
 def serve(options: Namespace, write: Callable[[str], None]) -> int:
     """Run the server until it is interrupted. Raises ValueError for a port in use, a wrong model and the like."""
-    choice = choose_model(options.model, options.head, options.budget, options.served_model_name)
+    choice = choose_model(options.model, options.head, options.budget, options.served_model_name, options.device)
     listener = bind(options.host, options.port)
     try:
         write(f"loading {choice.model} ...\n")
