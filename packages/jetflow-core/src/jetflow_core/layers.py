@@ -68,10 +68,10 @@ class Linear(nn.Module):
             return functional.linear(x, self.dense, self.bias)
         if x.shape[0] == 0:
             return x.new_zeros(0, self._packed.shape[0])
+        product = torch.ops.mkldnn._linear_pointwise.default  # the overload itself: its packet would be resolved anew
         if x.dtype is self._compute_dtype:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        wide = x.to(self._compute_dtype)
-        return torch.ops.mkldnn._linear_pointwise(wide, self._packed, self.bias, "none", [], "").to(x.dtype)
+            return product(x, self._packed, self.bias, "none", [], "")
+        return product(x.to(self._compute_dtype), self._packed, self.bias, "none", [], "").to(x.dtype)
 
 
 class RMSNorm(nn.Module):
