@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from jetflow_core.drafter import DraftJob, HeadDrafter
 from jetflow_core.engine import Engine, EngineConfig
-from jetflow_core.llm import LLM
+from jetflow_core.llm import LLM, check_head
 from jetflow_core.model import Decoder
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.tree import DraftTree
@@ -231,6 +232,61 @@ def test_a_request_with_broken_logits_fails_alone() -> None:
     engine.check_idle()
 
 
+def test_a_poisonous_draft_does_not_kill_what_plain_decoding_serves() -> None:
+    """A drafted token whose keys are not finite spoils every row of its tree; the anchor is then tried alone."""
+    model = tiny_model()
+    expected = alone(model, PROMPTS[:1], PARAMS[:1])
+    model.embed[95] = float("nan")
+    engine = hinted_engine(model, EngineConfig(budget=9), [expected[0], *PROMPTS[1:]], seed=0)
+    assert isinstance(engine.drafter, HintedDrafter)
+    engine.drafter._tree = lambda job: DraftTree(  # type: ignore[method-assign]
+        np.array([job.anchor, 95]), np.array([-1, 0]), np.array([0, 1]), np.zeros(2)
+    )
+    done = LLM(engine).generate(PROMPTS[:1], PARAMS[0])[0]
+    assert done.error is None
+    assert done.token_ids == expected[0]
+    engine.check_idle()
+
+
+def test_a_cache_smaller_than_the_context_limits_requests_not_the_server() -> None:
+    model = tiny_model()
+    engine = Engine(model, config=EngineConfig(budget=0, num_pages=4, page_size=16))
+    assert engine.max_model_len == 65
+    done = LLM(engine).generate([PROMPTS[2]], SamplingParams())[0]  # no max_tokens: what is left of the context
+    assert len(done.token_ids) == 25
+    assert done.finish_reason == "length"
+    small = Engine(model, config=EngineConfig(budget=0, cache_gib=1e-4))
+    assert small.max_model_len < 256
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(max_model_len=257), "257.*256"),
+        (EngineConfig(max_model_len=100, num_pages=4), "100.*64"),
+    ],
+)
+def test_a_context_that_cannot_be_is_refused(config: EngineConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_model(), config=config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_target_layers": 9}, "9 layers"),
+        ({"num_target_layers": None, "target_layer_ids": (0, 41)}, "layer 41"),
+        ({"target_hidden_size": 64}, "hidden size 64"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(changes: dict[str, object], message: str) -> None:
+    model = tiny_model()
+    head = tiny_head(model)
+    head.config = dataclasses.replace(head.config, **changes)
+    with pytest.raises(ValueError, match=message):
+        check_head(head, model.config, "some/head")
+
+
 def test_abort_frees_pages_at_once() -> None:
     model = tiny_model()
     engine = Engine(model, config=EngineConfig(budget=0, num_pages=8, page_size=16))
@@ -273,3 +329,9 @@ def test_generation_up_to_the_last_position() -> None:
 def test_bad_engine_limits_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         EngineConfig(**{field: -1})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_cache_sizes_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="cache_gib"):
+        EngineConfig(cache_gib=value)

@@ -99,3 +99,9 @@ def test_draft_vocabulary_outside_the_table_is_refused() -> None:
     head = tiny_head(tiny_model())
     with pytest.raises(ValueError, match="97"):
         head.set_draft_vocab(torch.tensor([VOCAB]))
+
+
+def test_draft_vocabulary_with_an_id_twice_is_refused() -> None:
+    head = tiny_head(tiny_model())
+    with pytest.raises(ValueError, match="twice"):
+        head.set_draft_vocab(torch.tensor([1, 2, 1]))

@@ -13,7 +13,7 @@ from jetflow_core.batch import PagedAttention, Segment, build_batch
 from jetflow_core.block_pool import BlockPool
 from jetflow_core.drafter import DraftJob, HeadDrafter
 from jetflow_core.head import DraftHead
-from jetflow_core.kv_cache import KVCache
+from jetflow_core.kv_cache import KVCache, free_memory
 from jetflow_core.model import Decoder
 from jetflow_core.request import Output, Request
 from jetflow_core.sampling import SamplingParams
@@ -28,14 +28,14 @@ class EngineConfig:
     """Limits and budgets. Sizes are in tokens unless they say otherwise.
 
     `budget`: draft nodes a request and step besides the anchor; 0 decodes autoregressively. `num_pages` None sizes the cache for
-    `max_running` requests of `max_model_len` within `cache_bytes`. `max_model_len` None is the model's own limit.
-    `candidates`: tokens the drafter considers at each depth.
+    `max_running` requests of `max_model_len` within `cache_gib` GiB, by default a share of the device's free memory.
+    `max_model_len` None is what model, head and cache allow. `candidates`: tokens the drafter considers at each depth.
     """
 
     budget: int = 8
     page_size: int = 16
     num_pages: int | None = None
-    cache_bytes: int = 2 << 30
+    cache_gib: float | None = None
     max_batch_tokens: int = 1024
     max_running: int = 32
     max_model_len: int | None = None
@@ -45,7 +45,6 @@ class EngineConfig:
         least = {
             "budget": 0,
             "page_size": 1,
-            "cache_bytes": 1,
             "max_batch_tokens": 1,
             "max_running": 1,
             "candidates": 1,
@@ -57,6 +56,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: use 1 or more, or leave it out")
+        if self.cache_gib is not None and not 0 < self.cache_gib < float("inf"):
+            raise ValueError(f"cache_gib is {self.cache_gib}: use a positive number of GiB, or leave it out")
 
 
 class Engine:
@@ -71,13 +72,12 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model, self.tokenizer = model, tokenizer
-        self.max_model_len = min(
-            config.max_model_len or model.config.max_position_embeddings, _position_limit(model, head)
-        )
         self.vocab_size = min(model.config.vocab_size, tokenizer.size if tokenizer else model.config.vocab_size)
         self.device = model.embed.device
-        num_blocks = config.num_pages or self._default_blocks(head)
         shape = model.config
+        limit = _position_limit(model, head)
+        num_blocks = config.num_pages or _default_blocks(config, model, head, limit)
+        self.max_model_len = _max_model_len(config, limit, num_blocks * config.page_size + 1)
         self.cache = KVCache(
             shape.num_layers,
             num_blocks,
@@ -98,19 +98,6 @@ class Engine:
         own_eos = tokenizer.eos_token_ids if tokenizer else ()
         self._eos_ids = tuple(dict.fromkeys([*shape.eos_token_ids, *own_eos]))
         self._created = 0
-
-    def _default_blocks(self, head: DraftHead | None) -> int:
-        shape, page = self.model.config, self.config.page_size
-        bytes_per_slot = KVCache.bytes_per_slot(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.model.embed.dtype
-        )
-        if head is not None:
-            own = head.config
-            bytes_per_slot += KVCache.bytes_per_slot(
-                own.num_layers, own.num_kv_heads, own.head_dim, self.model.embed.dtype
-            )
-        wanted = self.config.max_running * (self.max_model_len // page + 2)
-        return max(1, min(wanted, self.config.cache_bytes // (bytes_per_slot * page)))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -209,12 +196,13 @@ class Engine:
         """Hand the new tokens to the request and what it no longer needs back to the pool; None while its prompt is read."""
         request = item.share.request
         request.num_cached += len(item.rows)
+        if item.poisoned:
+            request.budget = 0  # the anchor goes through the target again, alone
         if not item.tokens:
             return None
         error = "the model's logits are not finite, so this request was stopped" if item.failed else None
         kept, text = ([], "") if error else request.append(item.tokens)
         request.target_steps += 1
-        request.drafted += len(item.segment.ids) - 1 if item.segment.tree else 0
         request.accepted += min(len(kept), len(item.tokens) - 1)
         if error or request.finish_reason is not None:
             self.scheduler.finish(request)
@@ -246,3 +234,29 @@ def _segment(share: Share, tree: DraftTree | None) -> Segment:
 def _position_limit(model: Decoder, head: DraftHead | None) -> int:
     """Positions that both the target and the head can rotate."""
     return min(len(model.cos_sin), head.config.max_position_embeddings if head else len(model.cos_sin))
+
+
+def _default_blocks(config: EngineConfig, model: Decoder, head: DraftHead | None, limit: int) -> int:
+    """Blocks for `max_running` requests of full length, as far as the memory for the cache goes."""
+    dtype = model.embed.dtype
+    bytes_per_slot = sum(
+        KVCache.bytes_per_slot(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+        for shape in [model.config, *([head.config] if head else [])]
+    )
+    memory = free_memory(model.embed.device) if config.cache_gib is None else int(config.cache_gib * 2**30)
+    wanted = config.max_running * (min(config.max_model_len or limit, limit) // config.page_size + 2)
+    return max(1, min(wanted, memory // (bytes_per_slot * config.page_size)))
+
+
+def _max_model_len(config: EngineConfig, limit: int, slots: int) -> int:
+    """Tokens of the longest request. Raises ValueError when more was asked for than model, head or cache can hold."""
+    wanted = config.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model and its head have {limit} positions: use at most that"
+        )
+    if wanted is not None and wanted > slots:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the cache holds {slots - 1} tokens: lower it, or give the cache more pages"
+        )
+    return min(wanted or limit, slots)

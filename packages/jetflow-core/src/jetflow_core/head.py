@@ -87,7 +87,7 @@ class DraftHead(nn.Module):
         self._token_table: Tensor | None = None
 
     def set_draft_vocab(self, ids: Tensor | None) -> None:
-        """Restrict the logits to the target ids [V'] (ascending, unique); None scores the whole vocabulary."""
+        """Restrict the logits to the target ids [V'], each once; None scores the whole vocabulary."""
         rows = self._target["lm_head"]
         if ids is not None:
             if (
@@ -98,6 +98,8 @@ class DraftHead(nn.Module):
                 or int(ids.max()) >= len(rows)
             ):
                 raise ValueError(f"draft vocabulary must hold int64 ids below {len(rows)}")
+            if len(ids.unique()) < len(ids):
+                raise ValueError("draft vocabulary holds an id twice")
             rows = rows[ids]
         self.draft_vocab = ids
         self._rows.weight = nn.Parameter(rows.detach(), requires_grad=False)
@@ -196,7 +198,11 @@ class DraftHead(nn.Module):
         draft_vocab = None
         if config.draft_vocab_size is not None:
             draft_vocab = source.take("d2t", (config.draft_vocab_size,), integer=True).to(torch.int64)
-        head = cls(config, embed, lm_head, draft_vocab if draft_vocab is None else draft_vocab.to(embed.device))
+            draft_vocab = draft_vocab.to(embed.device)
+        try:
+            head = cls(config, embed, lm_head, draft_vocab)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         with torch.no_grad():
             for name, tensor in _named_tensors(head):
                 tensor.copy_(source.take(name, tuple(tensor.shape)))
@@ -221,6 +227,7 @@ class DraftHead(nn.Module):
                 previous = embed if self.draft_vocab is None else embed[self.draft_vocab]
                 self._token_table = self.pairwise.token_part(previous)
                 self._output_table = self._rows.dense @ self.pairwise.down.dense
+        self._target.pop("lm_head", None)  # `_rows` holds what drafting needs of it
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack()

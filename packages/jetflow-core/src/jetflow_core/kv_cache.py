@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,12 @@ class KVCache:
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy physical slots `source` [M] to `target` [M] in every layer; the two may overlap."""
         ops.kv_move(self.pages, source, target)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes a cache may take of what is free on `device` now: four fifths of a GPU's, a quarter of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 4 // 5
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    return 2**31  # where the system does not tell

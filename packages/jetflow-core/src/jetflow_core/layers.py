@@ -5,6 +5,7 @@ Shapes: T tokens of a flat batch, C model width, Hq/Hk query and key/value heads
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
 from typing import Protocol, cast
 
@@ -24,8 +25,15 @@ class Attend(Protocol):
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX)."""
-    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether this CPU multiplies bfloat16 matrices in hardware (AVX512-BF16 or AMX; on ARM, what oneDNN says).
+
+    On x86 oneDNN also accepts bfloat16 where it has to emulate it, several times slower than float32.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Linear(nn.Module):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetflow_core.config import ModelConfig
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.head import DraftHead
 from jetflow_core.model import build_model
@@ -61,7 +62,7 @@ class LLM:
         if head is not None:
             assert decoder.lm_head.weight is not None
             draft_head = DraftHead.load(head, decoder.embed, decoder.lm_head.weight)
-            check_head(draft_head, decoder.config.num_layers, str(head))
+            check_head(draft_head, decoder.config, str(head))
             draft_head.pack()
         decoder.pack()
         return cls(Engine(decoder, checkpoint.tokenizer, draft_head, config))
@@ -116,11 +117,20 @@ class LLM:
             self.engine.abort(request_id)
 
 
-def check_head(head: DraftHead, num_layers: int, source: str) -> None:
-    """Raise ValueError when `head` was made for a target with another number of layers."""
-    if head.config.num_target_layers not in (None, num_layers):
+def check_head(head: DraftHead, target: ModelConfig, source: str) -> None:
+    """Raise ValueError when `head` was made for a target of another shape."""
+    config = head.config
+    if config.num_target_layers not in (None, target.num_layers):
         raise ValueError(
-            f"draft head {source} belongs to a target with {head.config.num_target_layers} layers, this one has {num_layers}"
+            f"draft head {source} belongs to a target with {config.num_target_layers} layers, this one has {target.num_layers}"
+        )
+    if max(config.target_layer_ids) >= target.num_layers:
+        raise ValueError(
+            f"draft head {source} taps layer {max(config.target_layer_ids)}, but the target has {target.num_layers} layers"
+        )
+    if config.target_hidden_size != target.hidden_size:
+        raise ValueError(
+            f"draft head {source} expects a target of hidden size {config.target_hidden_size}, this one has {target.hidden_size}"
         )
 
 

@@ -89,7 +89,6 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.arrival = -1
         self.target_steps = 0
-        self.drafted = 0
         self.accepted = 0
         self._detokenizer = detokenizer()
         self._text = StopFilter(params.stop)

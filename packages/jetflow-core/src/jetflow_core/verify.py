@@ -21,13 +21,15 @@ class Verified:
     """The outcome of one share: its rows that are now part of the prefix, in order, and the tokens that follow.
 
     `rows` counts within the segment. `tokens` is empty while a prompt is not finished; it ends in −1 where the logits were not
-    finite.
+    finite. A tree with such logits is `poisoned`: nothing of it is kept, since a drafted token alone may be to blame (zero weight
+    times a value that is not finite is not zero), and its anchor has to be tried without a draft.
     """
 
     share: Share
     segment: Segment
     rows: Ints
     tokens: list[int]
+    poisoned: bool = False
 
     @property
     def failed(self) -> bool:
@@ -63,6 +65,9 @@ def verify(
     verified: list[Verified] = []
     for share, segment in zip(shares, segments, strict=True):
         path, tokens = walked.get(share.request.id, ([], []))
+        if segment.tree is not None and -1 in tokens:
+            verified.append(Verified(share, segment, np.arange(0), [], poisoned=True))
+            continue
         rows_kept = np.arange(len(segment.ids)) if segment.tree is None else np.array(path)
         verified.append(Verified(share, segment, rows_kept, tokens))
     return verified

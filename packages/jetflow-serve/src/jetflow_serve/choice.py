@@ -13,7 +13,7 @@ from jetflow_core.llm import LLM
 from jetflow_core.model import resolve_device
 from jetflow_serve.demo import DEMO_NAME, GPU_BUDGET, NATIVE_BF16_BUDGET, PLAIN_CPU_BUDGET, demo_head
 
-ENGINE_OPTIONS = ("page_size", "num_pages", "max_batch_tokens", "max_running", "max_model_len")
+ENGINE_OPTIONS = ("page_size", "num_pages", "max_batch_tokens", "max_running", "max_model_len", "cache_gib")
 
 
 @dataclass(frozen=True)

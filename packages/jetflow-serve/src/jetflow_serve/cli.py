@@ -112,7 +112,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Answer every prompt at budget 0 alone, then at each budget and batch size, and count the answers that are the same "
-        "token for token. At a difference, the target's own logits say whether it was a near-tie; status 1 when it was not."
+        "token for token. In float32 any difference is status 1; in half precision a greedy one is when the target's own logits "
+        "say that it was no near-tie, and sampled ones are only counted."
     )
     _add_data(parser)
     parser.add_argument("--budgets", default="16", help="draft nodes a pass (%(default)s)")
@@ -133,14 +134,20 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", help="folder, .gguf file or hub id (the demo, SmolLM2-135M-Instruct)")
     model.add_argument("--head", help="draft head: folder or hub id (the demo's; none for another model)")
     model.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="(%(default)s)"
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="auto: the checkpoint's, but float32 on a CPU that has to emulate it; GGUF weights are read as bfloat16 first",
     )
     model.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(%(default)s)")
     limits = parser.add_argument_group("limits (in tokens unless they say otherwise)")
-    limits.add_argument("--max-model-len", type=_at_least(1), help="prompt and answer together (the model's own limit)")
+    limits.add_argument(
+        "--max-model-len", type=_at_least(1), help="prompt and answer together (what model and cache allow)"
+    )
     limits.add_argument("--max-running", type=_at_least(1), help="requests that run at once; others wait")
     limits.add_argument("--max-batch-tokens", type=_at_least(1), help="of one target pass; longer prompts go in chunks")
     limits.add_argument("--num-pages", type=_at_least(1), help="pages of the KV cache (by the limits above and memory)")
+    limits.add_argument("--cache-gib", type=float, help="memory for the KV cache in GiB (a share of what is free)")
     limits.add_argument("--page-size", type=_at_least(1), help="slots of a page")
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from jetflow_core.layers import has_native_bfloat16
+
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM
 
 CPU_INFO = Path("/proc/cpuinfo")
-NATIVE_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 PACKAGES = ("jetflow-serve", "jetflow-core", "jetflow-triton", "torch")
 
 
@@ -26,7 +27,7 @@ def describe(llm: LLM) -> dict[str, str | int | bool]:
         "cores": os.cpu_count() or 1,
         "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
-        "native_bf16": bool(NATIVE_BF16_FLAGS & set(info.get("flags", info.get("Features", "")).split())),
+        "native_bf16": has_native_bfloat16(),
     }
     if llm.engine.device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(llm.engine.device)

@@ -48,13 +48,13 @@ def timed_run(
 ) -> Run:
     """Run one request on an idle engine and time it; `on_text` gets text as it comes.
 
-    Raises ValueError when the engine refuses the request, RuntimeError when it fails while running.
+    Raises ValueError when the engine refuses the request or fails while it runs.
     """
     outputs: list[Output] = []
     times = [time.perf_counter()]
     for output in llm.stream(prompt_ids, params, budget):  # an output a target pass, once the prompt is through
         if output.error is not None:
-            raise RuntimeError(output.error)
+            raise ValueError(output.error)
         times.append(time.perf_counter())
         outputs.append(output)
         on_text(output.text)

@@ -54,7 +54,9 @@ class Verdict:
 
     def row(self) -> str:
         """The verdict as a row of the table."""
-        gap = f"{max(abs(flip.gap) for flip in self.flips):.3g}" if self.flips else "—"
+        gap = "—"
+        if self.flips:
+            gap = "not judged" if self.temperature > 0 else f"{max(abs(flip.gap) for flip in self.flips):.3g}"
         same = f"{self.prompts - len(self.flips)} of {self.prompts}"
         return f"| {self.workload} | {self.temperature} | {self.budget} | {self.batch} | {same} | {gap} |"
 
@@ -63,6 +65,8 @@ def verify(options: Namespace, write: Callable[[str], None], progress: Callable[
     """Compare and print; status 1 when any answer differs by more than a near-tie. Raises ValueError for bad files or options."""
     workloads = [read_workload(Path(path), options.prompts) for path in options.data]
     budgets, batches = parse_numbers("--budgets", options.budgets), parse_numbers("--batch", options.batch)
+    if 0 in batches:
+        raise ValueError("--batch holds 0: use 1 or more prompts at once")
     choice = choose_model(options.model, options.head, max(budgets))
     llm = load(choice, options)
     write("".join(f"{name}: {value}\n" for name, value in {"model": choice.name, **describe(llm)}.items()) + "\n")
