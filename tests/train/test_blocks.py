@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_tiny import features_of, tiny_head, tiny_model, tiny_rows
+from training_tiny import CPU, features_of, tiny_head, tiny_model, tiny_rows
 
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors, sample_lengths
 from jetflow_train.features import RowFeatures
@@ -56,7 +56,7 @@ def test_packed_blocks_equal_single_blocks(causal: bool) -> None:
     anchors = [[5, 6, 9], [7], [8, 12]]
     lengths = [[5, 2, 4], [3], [5, 5]] if causal else [[5, 5, 5], [5], [5, 5]]
     items = [(f, torch.tensor(a), torch.tensor(n)) for f, a, n in zip(FEATURES, anchors, lengths, strict=False)]
-    hidden = block_hidden(HEAD, pack_blocks(items, rules(causal=causal)))
+    hidden = block_hidden(HEAD, pack_blocks(items, rules(causal=causal), CPU))
     expected = [
         plain_block(FEATURES[i], a, n, causal) for i in range(3) for a, n in zip(anchors[i], lengths[i], strict=True)
     ]
@@ -77,7 +77,7 @@ def test_only_features_before_the_anchor_matter(anchor: int, changed: int, causa
     anchors = sorted({anchor, 6, 10})
     mine = anchors.index(anchor)
     before, after = (
-        block_hidden(HEAD, pack_blocks([whole(f, anchors)], rules(causal=causal))).view(len(anchors), 5, -1)[mine]
+        block_hidden(HEAD, pack_blocks([whole(f, anchors)], rules(causal=causal), CPU)).view(len(anchors), 5, -1)[mine]
         for f in (features, other)
     )
     if changed < anchor:
@@ -88,14 +88,14 @@ def test_only_features_before_the_anchor_matter(anchor: int, changed: int, causa
 
 @torch.no_grad()
 def test_earlier_slots_do_not_notice_a_cut_block() -> None:
-    long = block_hidden(HEAD, pack_blocks([whole(FEATURES[0], [7], 5)], rules()))
-    short = block_hidden(HEAD, pack_blocks([whole(FEATURES[0], [7], 3)], rules()))
+    long = block_hidden(HEAD, pack_blocks([whole(FEATURES[0], [7], 5)], rules(), CPU))
+    short = block_hidden(HEAD, pack_blocks([whole(FEATURES[0], [7], 3)], rules(), CPU))
     torch.testing.assert_close(long[:3], short, rtol=0, atol=1e-6)
 
 
 def test_labels_teachers_and_positions_line_up() -> None:
     features, row = FEATURES[2], ROWS[2]
-    batch = pack_blocks([whole(FEATURES[0], [6]), whole(features, [8, 17])], rules(causal=False))
+    batch = pack_blocks([whole(FEATURES[0], [6]), whole(features, [8, 17])], rules(causal=False), CPU)
     tokens, prompt = torch.tensor(row.tokens), len(row.prompt_ids)
     assert batch.rows == (0, 2)
     assert batch.input_ids[5:10].tolist() == [row.tokens[8]] + [MASK] * 4
@@ -114,6 +114,16 @@ def test_labels_teachers_and_positions_line_up() -> None:
         torch.testing.assert_close(batch.teacher_logp[j], expected.values)
     assert int((batch.slots >= 10).sum()) == len(row.tokens) - 1 - 17  # nothing past the row's end
     assert prompt == features.prompt_length
+
+
+def test_every_tensor_of_a_batch_lands_on_the_device() -> None:
+    batch = pack_blocks([whole(FEATURES[0], [6]), whole(FEATURES[2], [8, 17])], rules(), torch.device("meta"))
+    tensors = {each.name: getattr(batch, each.name) for each in fields(batch)} | {
+        f"document {number}": document.visible for number, document in enumerate(batch.documents)
+    }
+    devices = {name: value.device.type for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    assert len(devices) == 13 + 2
+    assert set(devices.values()) == {"meta"}, devices
 
 
 def test_anchors_are_output_tokens_with_a_successor() -> None:
@@ -135,9 +145,9 @@ def test_random_cuts_follow_the_slot_weights() -> None:
 
 
 def test_weights_without_cuts() -> None:
-    batch = pack_blocks([whole(FEATURES[0], [6])], rules(gamma=2.0, truncate=False))
+    batch = pack_blocks([whole(FEATURES[0], [6])], rules(gamma=2.0, truncate=False), CPU)
     torch.testing.assert_close(batch.weight, torch.exp(-(batch.depth - 1) / 2.0))
-    assert pack_blocks([whole(FEATURES[0], [6])], rules(gamma=None)).weight.tolist() == [1.0] * 4
+    assert pack_blocks([whole(FEATURES[0], [6])], rules(gamma=None), CPU).weight.tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(("changes", "message"), [({"gamma": 0.0}, "gamma 0.0"), ({"block_size": 1}, "block_size 1")])

@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jetflow_train import cli
 from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions, load_options
 
 KNOBS = {
-    RegenerateOptions: "target prompts output suffix suffix_files limit temperature max_tokens max_length batch_size seed "
+    RegenerateOptions: "target device prompts output suffix suffix_files limit temperature max_tokens max_length batch_size seed "
     "head budget",
-    HeadOptions: "target data output features max_length held_out block_size layers intermediate_size attention taps "
+    HeadOptions: "target device data output features max_length held_out block_size layers intermediate_size attention taps "
     "pairwise_size draft_vocab_size mask_token_id learned_mask gamma truncate marginal_weight teacher_top "
     "teacher_temperature minutes steps anchors blocks learning_rate warmup final_rate weight_decay clip seed "
     "checkpoint_minutes evaluate_minutes",
-    EvaluateOptions: "target head prompts budgets limit max_tokens output",
+    EvaluateOptions: "target device head prompts budgets limit max_tokens output",
 }
 
 
@@ -85,6 +86,9 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
         (["--steps", "3", "--held-out", "1"], "held_out 1.0"),
         (["--steps", "3", "--blocks", "0"], "blocks 0 must be at least 1"),
         (["--steps", "3", "--learning-rate", "0"], "learning_rate 0.0 must be positive"),
+        (["--steps", "0"], "steps 0 must be positive"),
+        (["--minutes", "nan"], "minutes nan must be positive"),
+        (["--steps", "3", "--seed", "-1"], "seed -1 must lie between"),
         (["--steps", "3", "--target", "/nowhere"], "/nowhere"),
     ],
 )
@@ -105,6 +109,47 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "the same command goes on from here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_the_file_may_be_named_before_the_command(
+    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.toml").write_text("[head]\nsteps = 9\n")
+    seen = captured(monkeypatch, "train_head", Path("head"))
+    config = ["--config", str(tmp_path / "run.toml")]
+    assert cli.main([*config, "head"] if before else ["head", *config]) == 0
+    assert seen[0].steps == 9
+
+
+@pytest.mark.parametrize("option", ["output", "target", "device", "minutes"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_recipes_options_do_not_go_before_a_command(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([f"--{option}", "3", command]) == 1
+    assert f"--{option} before {command} is an option of the whole recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "metrics.jsonl"), "Permission denied: 'metrics.jsonl'"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "CUDA out of memory.; use fewer blocks"),
+    ],
+)
+def test_trouble_on_the_way_ends_in_one_line(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "train_head", fail)
+    assert cli.main(["head", "--steps", "1"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("jetflow-train: ")
+    assert message in text
+    assert text.count("\n") == 1
+
+
 def test_without_a_command_the_whole_recipe_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,9 +160,46 @@ def test_without_a_command_the_whole_recipe_runs(
         return [], [], Path("somewhere/head")
 
     monkeypatch.setattr(cli, "run_recipe", recipe)
-    assert cli.main(["--output", str(tmp_path), "--minutes", "2"]) == 0
+    assert cli.main(["--output", str(tmp_path), "--minutes", "2", "--device", "cpu"]) == 0
     regenerating, training, evaluating, _ = seen
+    assert {each.device for each in seen[:3]} == {"cpu"}
+    assert (training.target, training.mask_token_id) == (None, 16)
     assert (training.minutes, training.steps, training.output) == (2.0, None, str(tmp_path))
     assert training.data == (regenerating.output,) == (f"{tmp_path}/rows.jsonl",)
     assert evaluating.head == f"{tmp_path}/head"
     assert "jetflow-serve generate --head somewhere/head" in capsys.readouterr().out
+
+
+def recipe_of(folder: Path, text: str, **flags: Any) -> tuple[RegenerateOptions, HeadOptions, EvaluateOptions]:
+    file = folder / "run.toml"
+    file.write_text(text)
+    return cli.recipe_options(file, flags)
+
+
+def test_a_target_named_once_is_the_whole_recipes(tmp_path: Path) -> None:
+    for section in cli.COMMANDS:
+        parts = recipe_of(tmp_path, f'[{section}]\ntarget = "org/other"\n')
+        assert [each.target for each in parts] == ["org/other"] * 3
+        assert parts[1].mask_token_id is None  # the demo's id is an ordinary token elsewhere
+    parts = recipe_of(tmp_path, '[head]\ntarget = "org/other"\nmask_token_id = 5\n')
+    assert parts[1].mask_token_id == 5
+
+
+def test_two_targets_are_refused_unless_a_flag_decides(tmp_path: Path) -> None:
+    text = '[head]\ntarget = "org/a"\n[evaluate]\ntarget = "org/b"\n'
+    with pytest.raises(ValueError, match=r"\[head\] org/a, \[evaluate\] org/b"):
+        recipe_of(tmp_path, text)
+    assert {each.target for each in recipe_of(tmp_path, text, target="org/c")} == {"org/c"}
+
+
+def test_places_in_the_file_are_kept_and_followed(tmp_path: Path) -> None:
+    regenerating, training, evaluating = recipe_of(
+        tmp_path, '[regenerate]\noutput = "r.jsonl"\n[head]\noutput = "run"\n[evaluate]\noutput = "e.json"\n'
+    )
+    assert (regenerating.output, training.data, training.output) == ("r.jsonl", ("r.jsonl",), "run")
+    assert (evaluating.head, evaluating.output) == ("run/head", "e.json")
+    regenerating, training, evaluating = recipe_of(
+        tmp_path, '[head]\ndata = ["a.jsonl"]\noutput = "run"\n[evaluate]\nhead = "h"\n', output="here"
+    )
+    assert (regenerating.output, training.data, training.output) == ("here/rows.jsonl", ("a.jsonl",), "here")
+    assert evaluating.head == "h"

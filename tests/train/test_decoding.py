@@ -18,7 +18,7 @@ from jetflow_core.tokenizer import Tokenizer
 from jetflow_train.blocks import BlockRules
 from jetflow_train.config import EvaluateOptions, RegenerateOptions
 from jetflow_train.data import Row, read_rows
-from jetflow_train.evaluate import measure
+from jetflow_train.evaluate import _measurements, _Run, measure  # pyright: ignore[reportPrivateUsage]
 from jetflow_train.regenerate import answer
 from jetflow_train.simulate import replayed_tau
 
@@ -149,6 +149,27 @@ def test_measurements_are_lossless_and_written(tmp_path: Path) -> None:
     assert results[0].tau == results[0].speedup == 1.0
     assert results[2].tau >= 1.0
     assert [each["workload"] for each in json.loads(file.read_text())] == ["load"] * 3
+
+
+def test_answers_of_one_token_have_no_speed(tmp_path: Path) -> None:
+    short = EvaluateOptions(prompts=(prompt_file(tmp_path / "load.jsonl", 2),), budgets=(0, 4, 4), max_tokens=1)
+    with pytest.raises(ValueError, match=r"load: every answer ended with its first token; raise --max-tokens"):
+        measure(llm(), short)
+    runs = {budget: [_Run([5], 1, 0.0), _Run([5, 6, 7], 3, 0.5)] for budget in (0, 4)}
+    plain, drafted = _measurements("load", runs)
+    assert (plain.speedup, drafted.speedup, drafted.identical) == (1.0, 1.0, 2)
+    assert plain.tokens_per_second == pytest.approx(4.0)
+    assert [each.budget for each in measure(llm(), replace(short, max_tokens=3))] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [('{"id": "a"}', "line 1: missing key 'temperature'"), ('{"id": "a", "temperature": null}', "must be a number")],
+)
+def test_a_row_file_that_holds_no_rows_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        answer(llm(with_head=False), options(tmp_path))
 
 
 @pytest.mark.parametrize("budget", [3, 12])

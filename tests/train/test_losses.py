@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from training_tiny import CPU
 
 from jetflow_train.losses import ROWS_PER_CHUNK, draft_index, forward_kl, sparse_teacher
 
@@ -22,7 +23,7 @@ def test_value_and_gradient_equal_the_plain_formula(rows: int, temperature: floa
     hidden, table, ids, logp, weight = example(rows)
     vocabulary = torch.arange(0, 50)[::2][:25]
     vocabulary = torch.cat([vocabulary, torch.tensor([1, 3, 5, 7, 9])]).sort().values
-    teacher = sparse_teacher(ids, logp, draft_index(vocabulary, 50), temperature)
+    teacher = sparse_teacher(ids, logp, draft_index(vocabulary, 50, CPU), temperature)
     fused_input, plain_input = (hidden.clone().requires_grad_() for _ in range(2))
     fused = forward_kl(fused_input, table, teacher, weight)
     kept = torch.exp(logp) if temperature == 1.0 else torch.softmax(logp / temperature, dim=-1)
@@ -37,7 +38,7 @@ def test_value_and_gradient_equal_the_plain_formula(rows: int, temperature: floa
 
 def test_the_minimum_is_the_teacher() -> None:
     ids, probs = torch.tensor([[0, 2]]), torch.tensor([[0.7, 0.3]])
-    teacher = sparse_teacher(ids, probs.log(), draft_index(None, 3), 1.0)
+    teacher = sparse_teacher(ids, probs.log(), draft_index(None, 3, CPU), 1.0)
     logits = torch.zeros(1, 3, requires_grad=True)
     optimizer = torch.optim.SGD([logits], lr=1.0)
     for _ in range(2000):
@@ -49,4 +50,9 @@ def test_the_minimum_is_the_teacher() -> None:
 
 def test_temperature_must_be_positive() -> None:
     with pytest.raises(ValueError, match="temperature 0"):
-        sparse_teacher(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), draft_index(None, 2), 0.0)
+        sparse_teacher(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), draft_index(None, 2, CPU), 0.0)
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 3], device="meta")])
+def test_the_index_lives_where_the_head_does(vocabulary: torch.Tensor | None) -> None:
+    assert draft_index(vocabulary, 5, torch.device("meta")).device.type == "meta"

@@ -47,6 +47,7 @@ def test_rows_of_plain_and_gzip_files_without_repeats(tmp_path: Path) -> None:
         ([row(prompt_ids=[])], "'prompt_ids' is empty"),
         ([row(), row(id="b", output_ids=[3, 50])], "line 2: 'output_ids' holds id 50, the target's vocabulary has 50"),
         ([row(prompt_ids="text")], "'prompt_ids' must be a list of token ids"),
+        ([row(temperature=None)], "'temperature' must be a number, found None"),
         ([{"id": "a"}], "missing key 'output_ids'"),
         ([[1]], "expected an object, found list"),
     ],
@@ -62,6 +63,11 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     damaged = tmp_path / "rows.jsonl.gz"
     damaged.write_bytes(gzip.compress(json.dumps(row()).encode() * 50)[:-12])
     with pytest.raises(ValueError, match=r"rows\.jsonl\.gz"):
+        read_rows([damaged], 50, 8)
+    packed = bytearray(gzip.compress(json.dumps(row()).encode()))
+    packed[10] |= 0b110  # a block type that does not exist
+    damaged.write_bytes(packed)
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz: damaged gzip file"):
         read_rows([damaged], 50, 8)
 
 
@@ -123,6 +129,26 @@ def test_features_of_something_else_are_refused(tmp_path: Path) -> None:
         build_features(tmp_path, MODEL, tiny_rows(3, seed=9), TAPS, 8)
     with pytest.raises(ValueError, match="made with another tap_layers"):
         build_features(tmp_path, MODEL, rows, (0, 2), 8)
+
+
+@pytest.mark.parametrize(("file", "content"), [("tokens.npy", b""), ("index.json", b"{}"), ("taps.npy", b"\x93NUMPY")])
+def test_damaged_features_are_named(tmp_path: Path, file: str, content: bytes) -> None:
+    rows = tiny_rows(3)
+    build_features(tmp_path, MODEL, rows, TAPS, 8)
+    (tmp_path / "shard-00000" / file).write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-00000: damaged features .* delete"):
+        build_features(tmp_path, MODEL, rows, TAPS, 8)
+
+
+def test_features_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"teacher_top {VOCABULARY + 1} exceeds"):
+        build_features(tmp_path, MODEL, tiny_rows(3), TAPS, VOCABULARY + 1)
+    (tmp_path / "shard-00000.partial").write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match="shard-00000: cannot write features"):
+        build_features(tmp_path, MODEL, tiny_rows(3), TAPS, 8)
+    (tmp_path / "meta.json").write_text("[]")
+    with pytest.raises(ValueError, match="not a feature store"):
+        build_features(tmp_path, MODEL, tiny_rows(3), TAPS, 8)
 
 
 @pytest.mark.parametrize(

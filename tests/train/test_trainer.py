@@ -16,6 +16,7 @@ from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, is_held_out, spread
 from jetflow_train.features import build_features
 from jetflow_train.heads import head_config, new_head, target_tables
+from jetflow_train.terminal import Bars
 from jetflow_train.trainer import STEPS_PER_LOG, Trainer, learning_rate
 
 MODEL = tiny_model()
@@ -129,6 +130,35 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match=r"checkpoint\.pt: cannot read"):
         trainer(tmp_path, tiny_options(steps=2)).run()
+    torch.save({"weights": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"checkpoint\.pt: cannot read .*not one of a training run"):
+        trainer(tmp_path, tiny_options(steps=2)).run()
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_options(steps=2))
+    run.run()
+    path = tmp_path / "run" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    state["head"]["norm.weight"] = torch.ones(7)
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"does not fit this target \(norm\.weight\)"):
+        run.resume()
+
+
+def test_the_device_is_no_part_of_a_runs_identity(tmp_path: Path) -> None:
+    trainer(tmp_path, tiny_options(steps=2)).run()
+    assert trainer(tmp_path, tiny_options(steps=4, device="cpu")).resume()
+
+
+def test_without_greedy_rows_there_is_no_replayed_tau(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(tmp_path, tiny_options(steps=1, held_out=0.4), spread(tiny_rows(12, temperature=0.7)))
+    record = run.evaluate()
+    assert record.keys() == {"held_out"}
+    with Bars() as bars:
+        bars.training(run, record)
+    assert "held out: KL" in (text := capsys.readouterr().out)
+    assert "τ" not in text
 
 
 def test_an_unwritable_output_is_named(tmp_path: Path) -> None:

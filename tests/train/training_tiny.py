@@ -12,6 +12,7 @@ from jetflow_train.data import Row
 from jetflow_train.features import RowFeatures, row_features
 from jetflow_train.heads import head_config, new_head
 
+CPU = torch.device("cpu")
 VOCABULARY = 61
 TAPS = (1, 3)  # what the rule gives for six layers and two taps
 

@@ -11,7 +11,7 @@ most L slots, J slots that carry a loss, M teacher entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -77,6 +77,13 @@ class BlockBatch:
         """How many blocks (anchors) the batch holds."""
         return len(self.padded)
 
+    def to(self, device: torch.device) -> BlockBatch:
+        """The same batch with every tensor on `device`."""
+        members = ((each.name, getattr(self, each.name)) for each in fields(self))
+        moved = {name: value.to(device) for name, value in members if isinstance(value, Tensor)}
+        documents = tuple(replace(each, visible=each.visible.to(device)) for each in self.documents)
+        return replace(self, documents=documents, **moved)
+
 
 def sample_anchors(features: RowFeatures, count: int, generator: torch.Generator) -> Tensor:
     """Up to `count` anchor positions without replacement, ascending, among output tokens that have a successor."""
@@ -97,8 +104,10 @@ def sample_lengths(anchors: Tensor, row_length: int, rules: BlockRules, generato
     return 1 + torch.minimum(predicted, row_length - 1 - anchors)
 
 
-def pack_blocks(items: Sequence[tuple[RowFeatures, Tensor, Tensor]], rules: BlockRules) -> BlockBatch:
-    """Pack (features, anchors, block lengths) of several documents into one batch."""
+def pack_blocks(
+    items: Sequence[tuple[RowFeatures, Tensor, Tensor]], rules: BlockRules, device: torch.device
+) -> BlockBatch:
+    """Pack (features, anchors, block lengths) of several documents, all on the CPU, into one batch on `device`."""
     parts = [_pack_document(features, anchors, lengths, rules) for features, anchors, lengths in items]
     lengths = torch.cat([lengths for _, _, lengths in items])
     offset = lengths.cumsum(0) - lengths
@@ -130,7 +139,7 @@ def pack_blocks(items: Sequence[tuple[RowFeatures, Tensor, Tensor]], rules: Bloc
         teacher_ids=torch.cat([part.teacher_ids for part in parts]),
         teacher_logp=torch.cat([part.teacher_logp for part in parts]),
         causal=rules.causal,
-    )
+    ).to(device)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,11 +28,15 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint. Raises ValueError naming the file when it is damaged."""
+    """Read a checkpoint. Raises ValueError naming the file when it is damaged or holds something else."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen unrelated types for a damaged file
-        raise ValueError(f"{path}: cannot read this checkpoint ({error})") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: cannot read this checkpoint ({reason}); delete it to start anew") from error
+    if not isinstance(state, dict) or {"options", "position", "head", "optimizer"} - state.keys():
+        raise ValueError(f"{path}: cannot read this checkpoint (not one of a training run); delete it to start anew")
+    return cast("dict[str, Any]", state)
 
 
 def export_head(path: Path, head: DraftHead) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions, load_options, option_fields
+import torch
+
+from jetflow_train.config import (
+    EvaluateOptions,
+    HeadOptions,
+    RegenerateOptions,
+    load_options,
+    option_fields,
+    read_section,
+)
 from jetflow_train.evaluate import evaluate
 from jetflow_train.recipe import run_recipe, train_head
 from jetflow_train.regenerate import regenerate
@@ -18,6 +27,7 @@ from jetflow_train.report import measurement_table
 from jetflow_train.terminal import Bars
 
 COMMANDS = {"regenerate": RegenerateOptions, "head": HeadOptions, "evaluate": EvaluateOptions}
+RECIPE = "recipe_"  # prefix of the recipe's own options among the parsed ones; commands have some of the same names
 # The whole recipe at a size that two CPU cores finish within ten minutes.
 DEMO: dict[str, dict[str, Any]] = {
     "regenerate": {"max_tokens": 128, "max_length": 512, "temperature": (0.0, 0.7)},
@@ -39,14 +49,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = vars(_parser().parse_args(arguments))
     command, config = parsed.pop("command"), parsed.pop("config")
     try:
-        _run(command, Path(config) if config else None, parsed)
-    except ValueError as error:
+        _run(command, Path(config) if config else None, _flags(command, parsed))
+    except (ValueError, OSError) as error:
         print(f"jetflow-train: {error}", file=sys.stderr)
+        return 1
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        print(f"jetflow-train: {reason}; use fewer blocks, a smaller batch size, or --device cpu", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def _flags(command: str | None, parsed: dict[str, Any]) -> dict[str, Any]:
+    """The options given for `command`. Raises ValueError for one that stands before it, where the recipe's are."""
+    recipe = {key.removeprefix(RECIPE): value for key, value in parsed.items() if key.startswith(RECIPE)}
+    if command is None:
+        return recipe
+    if recipe:
+        raise ValueError(
+            f"--{min(recipe)} before {command} is an option of the whole recipe; "
+            f"put the options of {command} after it (only --config may come first)"
+        )
+    return parsed
 
 
 def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> None:
@@ -64,22 +91,43 @@ def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> Non
 
 
 def _whole_recipe(config: Path | None, flags: dict[str, Any], bars: Bars) -> None:
-    output = flags.get("output", "jetflow-run")
-    places: dict[str, dict[str, Any]] = {
-        "regenerate": {"output": f"{output}/rows.jsonl"},
-        "head": {"output": output, "data": (f"{output}/rows.jsonl",)},
-        "evaluate": {"head": f"{output}/head"},
-    }
-    shared = {"target": flags["target"]} if "target" in flags else {}
-    if shared:  # the demo's mask id is an ordinary token elsewhere
-        places["head"]["mask_token_id"] = None
-    length = {"minutes": flags["minutes"], "steps": None} if "minutes" in flags else {}
-    regenerating = load_options(RegenerateOptions, config, places["regenerate"] | shared, DEMO["regenerate"])
-    training = load_options(HeadOptions, config, places["head"] | shared | length, DEMO["head"])
-    evaluating = load_options(EvaluateOptions, config, places["evaluate"] | shared, DEMO["evaluate"])
-    before, after, head = run_recipe(regenerating, training, evaluating, bars.progress())
+    options = recipe_options(config, flags)
+    before, after, head = run_recipe(*options, bars.progress())
     bars.say(measurement_table(after, before))
     bars.say(f'head: {head}\ntry it: jetflow-serve generate --head {head} "What is the capital of France?"')
+
+
+def recipe_options(
+    config: Path | None, flags: dict[str, Any]
+) -> tuple[RegenerateOptions, HeadOptions, EvaluateOptions]:
+    """Options of the recipe's parts: one target for all, every part's input where the part before it writes.
+
+    `flags` may hold output, target, device and minutes. They win over the file, the file over the demo's settings.
+    Raises ValueError when sections of the file name different targets.
+    """
+    sections = {name: read_section(kind, config) for name, kind in COMMANDS.items()}
+    target = flags["target"] if "target" in flags else _one_target(sections)
+    shared = {"target": target} | {key: flags[key] for key in ("device",) if key in flags}
+    output = flags.get("output", sections["head"].get("output", "jetflow-run"))
+    rows = sections["regenerate"].get("output", f"{output}/rows.jsonl")
+    head = DEMO["head"] | {"output": output, "data": (rows,)}
+    if target is not None:  # the demo's mask id is an ordinary token elsewhere
+        del head["mask_token_id"]
+    length = {"minutes": flags["minutes"], "steps": None} if "minutes" in flags else {}
+    place = {"output": output} if "output" in flags else {}
+    return (
+        load_options(RegenerateOptions, config, shared, DEMO["regenerate"] | {"output": rows}),
+        load_options(HeadOptions, config, shared | length | place, head),
+        load_options(EvaluateOptions, config, shared, DEMO["evaluate"] | {"head": f"{output}/head"}),
+    )
+
+
+def _one_target(sections: dict[str, dict[str, Any]]) -> str | None:
+    named = {name: section["target"] for name, section in sections.items() if "target" in section}
+    if len(set(named.values())) > 1:
+        listed = ", ".join(f"[{name}] {target or 'none'}" for name, target in named.items())
+        raise ValueError(f"the recipe has one target, the file names several: {listed}; keep one or give --target")
+    return next(iter(named.values()), None)
 
 
 def _with_length(flags: dict[str, Any], config: Path | None) -> dict[str, Any]:
@@ -95,21 +143,28 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a JetFlow draft head: regenerate data with the target, train, evaluate by real decoding. "
         "Without a command it does all three for the demo model.",
     )
-    _config_flag(parser)
-    parser.add_argument("--output", default=argparse.SUPPRESS, help="folder of the run (default: jetflow-run)")
-    parser.add_argument("--target", default=argparse.SUPPRESS, help="target model (default: the demo model)")
-    parser.add_argument("--minutes", type=float, default=argparse.SUPPRESS, help="length of the training (default: 4)")
+    _config_flag(parser, None)
+    for name, kind, text in (
+        ("output", str, "folder of the run (default: jetflow-run)"),
+        ("target", str, "target model (default: the demo model)"),
+        ("device", str, "auto, cpu or cuda (default: auto)"),
+        ("minutes", float, "length of the training (default: 4)"),
+    ):
+        parser.add_argument(
+            f"--{name}", metavar=name.upper(), dest=RECIPE + name, type=kind, default=argparse.SUPPRESS, help=text
+        )
     commands = parser.add_subparsers(dest="command", metavar="{" + ",".join(COMMANDS) + "}")
     for name, kind in COMMANDS.items():
         summary = (kind.__doc__ or "").split(":", 1)[1].strip()
         sub = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:])
-        _config_flag(sub)
+        _config_flag(sub, argparse.SUPPRESS)  # a default here would overwrite what came before the command
         _add_options(sub, kind)
     return parser
 
 
-def _config_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", help="TOML file with sections [regenerate], [head], [evaluate]; flags win")
+def _config_flag(parser: argparse.ArgumentParser, default: Any) -> None:
+    text = "TOML file with sections [regenerate], [head], [evaluate]; flags win"
+    parser.add_argument("--config", default=default, help=text)
 
 
 def _add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:

@@ -21,6 +21,7 @@ class RegenerateOptions:
     """`jetflow-train regenerate`: let the target answer prompts."""
 
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
     prompts: tuple[str, ...] = _option((), "JSONL prompt files with `id` and `turns` (default: the packaged samples)")
     output: str = _option("jetflow-run/rows.jsonl", "JSONL file of rows; rows that it already has are not made again")
     suffix: str = _option("", "text appended to every prompt of the files named in suffix_files")
@@ -40,6 +41,7 @@ class HeadOptions:
     """`jetflow-train head`: train a draft head on regenerated rows."""
 
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
     data: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of regenerated rows")
     output: str = _option("jetflow-run", "folder of checkpoint, metrics and, in head/, the exported head")
     features: str | None = _option(None, "folder of cached target features (default: OUTPUT/features)")
@@ -85,9 +87,12 @@ class HeadOptions:
         for name in ("layers", "taps", "anchors", "blocks", "teacher_top"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        for name in ("learning_rate", "clip", "teacher_temperature"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} {getattr(self, name)} must be positive")
+        for name in ("minutes", "steps", "learning_rate", "clip", "teacher_temperature"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} {value} must be positive")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed} must lie between 0 and {2**63 - 1}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class EvaluateOptions:
     """`jetflow-train evaluate`: τ and tokens/s of real speculative decoding."""
 
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
     head: str = _option("jetflow-run/head", "head folder or hub id")
     prompts: tuple[str, ...] = _option((), "JSONL workloads with `id` and `turns` (default: the packaged samples)")
     budgets: tuple[int, ...] = _option((0, 8, 16, 32), "node budgets; 0 is plain decoding, the base of the speed-up")
@@ -111,13 +117,10 @@ def load_options(
     Raises ValueError naming the file and the key for anything unknown or of the wrong type.
     """
     values = dict(defaults or {})
-    if file is not None:
-        section = _read_section(kind, file)
-        if "steps" in section:
-            values.pop("minutes", None)
-        values |= section
-    values |= flags
-    return kind(**values)
+    section = read_section(kind, file)
+    if "steps" in section:
+        values.pop("minutes", None)
+    return kind(**(values | section | dict(flags)))
 
 
 def section_name(kind: type[Any]) -> str:
@@ -125,7 +128,10 @@ def section_name(kind: type[Any]) -> str:
     return kind.__name__.removesuffix("Options").lower()
 
 
-def _read_section(kind: type[Any], file: Path) -> Mapping[str, Any]:
+def read_section(kind: type[Any], file: Path | None) -> dict[str, Any]:
+    """The options that `file` gives for `kind`; none without a file. Raises ValueError as `load_options` does."""
+    if file is None:
+        return {}
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import io
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not isinstance(value, dict):
                     raise ValueError(f"{path}, line {number}: expected an object, found {type(value).__name__}")
                 yield number, cast("dict[str, Any]", value)
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}: damaged gzip file ({error})") from error
 
 
@@ -78,9 +79,8 @@ def read_rows(paths: Iterable[Path], vocab_size: int, max_length: int) -> list[R
 
 
 def _parse_row(value: dict[str, Any], where: str, vocab_size: int, max_length: int) -> Row:
-    missing = {"id", "temperature", "prompt_ids", "output_ids"} - value.keys()
-    if missing:
-        raise ValueError(f"{where}: missing key {sorted(missing)[0]!r}")
+    _require(value, {"id", "temperature", "prompt_ids", "output_ids"}, where)
+    name, temperature = row_key(value, where)
     prompt, output = (_token_ids(value[key], key, where, vocab_size) for key in ("prompt_ids", "output_ids"))
     if not prompt:
         raise ValueError(f"{where}: 'prompt_ids' is empty")
@@ -88,7 +88,20 @@ def _parse_row(value: dict[str, Any], where: str, vocab_size: int, max_length: i
         raise ValueError(
             f"{where}: the prompt has {len(prompt)} tokens, the limit is {max_length}; raise max_length or drop it"
         )
-    return Row(str(value["id"]), float(value["temperature"]), prompt, output[: max_length - len(prompt)])
+    return Row(name, temperature, prompt, output[: max_length - len(prompt)])
+
+
+def row_key(value: dict[str, Any], where: str) -> tuple[str, float]:
+    """(id, temperature), which names a row. Raises ValueError with `where` when the object has no such key."""
+    _require(value, {"id", "temperature"}, where)
+    if type(value["temperature"]) not in (int, float):
+        raise ValueError(f"{where}: 'temperature' must be a number, found {value['temperature']!r}")
+    return str(value["id"]), float(value["temperature"])
+
+
+def _require(value: dict[str, Any], keys: set[str], where: str) -> None:
+    if missing := keys - value.keys():
+        raise ValueError(f"{where}: missing key {min(missing)!r}")
 
 
 def _token_ids(value: Any, key: str, where: str, vocab_size: int) -> tuple[int, ...]:

@@ -42,15 +42,20 @@ class _Run:
     seconds: float
 
     @property
+    def decoded(self) -> int:
+        return len(self.token_ids) - 1  # the first token comes out of the prefill
+
+    @property
     def speed(self) -> float:
-        return (len(self.token_ids) - 1) / max(self.seconds, 1e-9)
+        return self.decoded / max(self.seconds, 1e-9)
 
 
 def evaluate(
     options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None
 ) -> list[Measurement]:
     """Load target and head, and `measure`."""
-    llm = LLM.load(target_path(options.target), options.head, config=EngineConfig(max_running=1))
+    config = EngineConfig(max_running=1)
+    llm = LLM.load(target_path(options.target), options.head, device=options.device, config=config)
     return measure(llm, options, on_run)
 
 
@@ -60,20 +65,21 @@ def measure(
     """Measure every workload at every budget; write them to `options.output` when it is given.
 
     `on_run(done, total)` is told of each decoded prompt. Raises ValueError for a head that does not fit the target,
-    bad prompts, and an output file that cannot be written.
+    bad prompts, answers that are all one token long, and an output file that cannot be written.
     """
+    budgets = list(dict.fromkeys(options.budgets))
     workloads = [
         (Path(file).stem, read_prompts(Path(file), limit=options.limit))
         for file in options.prompts or (str(EVALUATION),)
     ]
-    total = sum(len(prompts) for _, prompts in workloads) * len(options.budgets)
+    total = sum(len(prompts) for _, prompts in workloads) * len(budgets)
     done = 0
     results: list[Measurement] = []
     for name, prompts in workloads:
         limit = llm.engine.max_model_len - options.max_tokens
-        runs: dict[int, list[_Run]] = {budget: [] for budget in options.budgets}
+        runs: dict[int, list[_Run]] = {budget: [] for budget in budgets}
         for ids in encode_prompts(llm.tokenizer, prompts, limit, name):
-            for budget in options.budgets:
+            for budget in budgets:
                 runs[budget].append(_decode(llm, ids, options.max_tokens, budget))
                 done += 1
                 on_run(done, total)
@@ -107,12 +113,16 @@ def _measurements(name: str, runs: dict[int, list[_Run]]) -> list[Measurement]:
     for budget, each in runs.items():
         tokens = sum(len(run.token_ids) for run in each)
         steps = sum(run.steps for run in each)
+        # An answer that ended with its first token has no decoding speed.
+        pairs = [(a, b) for a, b in zip(each, plain or each, strict=True) if a.decoded and b.decoded]
+        if not pairs:
+            raise ValueError(f"{name}: every answer ended with its first token; raise --max-tokens")
+        speed = statistics.median(a.speed for a, _ in pairs)
         speedup = identical = None
         if plain is not None:
-            speedup = statistics.median(a.speed / b.speed for a, b in zip(each, plain, strict=True))
+            speedup = statistics.median(a.speed / b.speed for a, b in pairs)
             identical = sum(a.token_ids == b.token_ids for a, b in zip(each, plain, strict=True))
         # The first token of a prompt comes out of its prefill, which drafts nothing: it is no decoding step.
         tau = (tokens - len(each)) / max(steps - len(each), 1)
-        speed = statistics.median(run.speed for run in each)
         results.append(Measurement(name, budget, len(each), tokens, tau, speed, speedup, identical))
     return results

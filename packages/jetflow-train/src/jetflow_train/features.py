@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -73,6 +73,9 @@ class FeatureStore:
             found = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path}: not a feature store ({error})") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.path}: not a feature store (meta.json holds no object)")
+        found = cast("dict[str, Any]", found)
         for key, value in expected.items():
             if found.get(key) != value:
                 raise ValueError(
@@ -83,10 +86,16 @@ class FeatureStore:
     def refresh(self) -> int:
         """Open shards that have appeared; return the number of rows available."""
         while (self.path / f"shard-{len(self._shards):05d}").is_dir():
-            shard = _Shard(self.path / f"shard-{len(self._shards):05d}")
+            shard = self._open(self.path / f"shard-{len(self._shards):05d}")
             self._rows += [(len(self._shards), index) for index in range(len(shard.lengths))]
             self._shards.append(shard)
         return len(self._rows)
+
+    def _open(self, shard: Path) -> _Shard:
+        try:
+            return _Shard(shard)
+        except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+            raise ValueError(f"{shard}: damaged features ({error}); delete {self.path} to make them again") from error
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -143,8 +152,11 @@ def build_features(
 ) -> FeatureStore:
     """Compute what is missing from the store at `path` and open it. `on_row` is called once per row, present or new.
 
-    Raises ValueError when the folder cannot be written or belongs to another target or other rows.
+    Raises ValueError when the folder cannot be written, is damaged or belongs to another target or other rows, and for
+    more teacher entries than the vocabulary has.
     """
+    if top > model.config.vocab_size:
+        raise ValueError(f"teacher_top {top} exceeds the target's vocabulary of {model.config.vocab_size}")
     fingerprint = store_fingerprint(model, rows, tap_layers, top)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -157,7 +169,11 @@ def build_features(
         on_row()
     for start in range(len(store), len(rows), ROWS_PER_SHARD):
         numbered = list(enumerate(rows))[start : start + ROWS_PER_SHARD]
-        _write_shard(path / f"shard-{start // ROWS_PER_SHARD:05d}", model, numbered, tap_layers, top, on_row)
+        shard = path / f"shard-{start // ROWS_PER_SHARD:05d}"
+        try:
+            _write_shard(shard, model, numbered, tap_layers, top, on_row)
+        except OSError as error:
+            raise ValueError(f"{shard}: cannot write features ({error})") from error
     store.refresh()
     return store
 

@@ -28,12 +28,12 @@ class Teacher:
     probs: Tensor
 
 
-def draft_index(draft_vocab: Tensor | None, vocab_size: int) -> Tensor:
-    """The draft id of every target id [V], −1 where the draft vocabulary lacks it."""
+def draft_index(draft_vocab: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
+    """The draft id of every target id [V], −1 where the draft vocabulary lacks it; on `device`, as `draft_vocab` is."""
     if draft_vocab is None:
-        return torch.arange(vocab_size)
-    index = torch.full((vocab_size,), -1, dtype=torch.int64)
-    index[draft_vocab.cpu()] = torch.arange(len(draft_vocab))
+        return torch.arange(vocab_size, device=device)
+    index = torch.full((vocab_size,), -1, dtype=torch.int64, device=device)
+    index[draft_vocab] = torch.arange(len(draft_vocab), device=device)
     return index
 
 

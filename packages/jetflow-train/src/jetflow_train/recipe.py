@@ -31,7 +31,7 @@ class Progress:
 
 def prepare(options: HeadOptions, progress: Progress) -> Trainer:
     """Target, rows, features and a fresh head, ready to run (or to resume from the output folder's checkpoint)."""
-    model = load_model(target_path(options.target), "float32")
+    model = load_model(target_path(options.target), "float32", options.device)
     limit = min(options.max_length, model.config.max_position_embeddings)
     rows = spread(read_rows([Path(file) for file in options.data], model.config.vocab_size, limit))
     config = head_config(model, options)
@@ -61,8 +61,7 @@ def run_recipe(
     regenerate(regenerating, progress.rows)
     trainer = prepare(training, progress)
     untrained = trainer.output / "untrained-head"
-    if not (trainer.output / "checkpoint.pt").exists():
-        export_head(untrained, trainer.head)
+    export_head(untrained, trainer.head)  # a checkpoint is loaded later, by run
     trainer.run(progress.training)
     del trainer
     budgets = tuple(budget for budget in evaluating.budgets if budget)

@@ -20,7 +20,7 @@ from jetflow_core.engine import EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
 from jetflow_train.config import RegenerateOptions
-from jetflow_train.data import Row, read_jsonl
+from jetflow_train.data import Row, read_jsonl, row_key
 from jetflow_train.prompts import SAMPLES, encode_prompts, read_prompts
 from jetflow_train.targets import target_path
 
@@ -42,7 +42,8 @@ def regenerate(
         max_running=options.batch_size,
         max_model_len=options.max_length,
     )
-    return answer(LLM.load(target_path(options.target), options.head, config=config), options, on_row)
+    llm = LLM.load(target_path(options.target), options.head, device=options.device, config=config)
+    return answer(llm, options, on_row)
 
 
 def answer(
@@ -109,7 +110,7 @@ def _open_rows(path: Path) -> Generator[tuple[BinaryIO, set[tuple[str, float]]]]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as stream:
             _cut_partial_line(path)
-            present = {(str(row["id"]), float(row["temperature"])) for _, row in read_jsonl(path)}
+            present = {row_key(row, f"{path}, line {number}") for number, row in read_jsonl(path)}
             yield stream, present
     except OSError as error:
         raise ValueError(f"{path}: cannot write rows ({error})") from error

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,15 +42,16 @@ def forced_metrics(
     """Measure `anchors` whole blocks of each row of `items`; the same ones at every call."""
     generator = torch.Generator().manual_seed(0)
     whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
-    index = draft_index(head.draft_vocab, head.config.vocab_size)
+    device = head.norm.weight.device
+    index = draft_index(head.draft_vocab, head.config.vocab_size, device)
     depths = rules.block_size - 1
-    hits = torch.zeros(2, depths)
-    kl = torch.zeros(2)
-    seen = torch.zeros(depths)
+    hits = torch.zeros(2, depths, device=device)
+    kl = torch.zeros(2, device=device)
+    seen = torch.zeros(depths, device=device)
     for features in items:
         starts = sample_anchors(features, anchors, generator)
         room = len(features.tokens) - starts if rules.causal else torch.full_like(starts, rules.block_size)
-        batch = pack_blocks([(features, starts, room.clamp_max(rules.block_size))], whole)
+        batch = pack_blocks([(features, starts, room.clamp_max(rules.block_size))], whole, device)
         hidden = block_hidden(head, batch)[batch.slots]
         teacher = sparse_teacher(batch.teacher_ids, batch.teacher_logp, index, temperature)
         best = index[batch.teacher_ids[:, 0]]
@@ -61,7 +61,7 @@ def forced_metrics(
             cross = teacher.probs * (torch.log(teacher.probs.clamp_min(1e-9)) - log_q.gather(1, teacher.ids))
             kl[which] += cross.sum()
             hit = (log_q.argmax(dim=-1) == best).float()
-            hits[which] += torch.zeros(depths).index_add(0, batch.depth - 1, hit)
+            hits[which] += torch.zeros(depths, device=device).index_add(0, batch.depth - 1, hit)
     accuracy = hits / seen.clamp_min(1)
     mean_kl = kl / seen.sum().clamp_min(1)
     return ForcedMetrics(
@@ -78,8 +78,9 @@ def replayed_tau(
     head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
 ) -> dict[int, float]:
     """τ (tokens committed per target forward) at each budget, over `items` from *greedy* rows, their first
-    `max_tokens` tokens.
+    `max_tokens` tokens. There must be a row: no rows have no τ.
     """
+    assert items
     committed = dict.fromkeys(budgets, 0)
     rounds = dict.fromkeys(budgets, 0)
     for features in items:
@@ -97,22 +98,24 @@ def replayed_tau(
                 committed[budget] += min(step, last - position)
                 rounds[budget] += 1
                 position += step
-    return {budget: committed[budget] / max(rounds[budget], 1) for budget in budgets}
+    return {budget: committed[budget] / rounds[budget] for budget in budgets}
 
 
 def _row_candidates(head: DraftHead, features: RowFeatures, anchors: Tensor, rules: BlockRules) -> list[Candidates]:
     whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
-    batch = pack_blocks([(features, anchors, torch.full_like(anchors, rules.block_size))], whole)
+    batch = pack_blocks(
+        [(features, anchors, torch.full_like(anchors, rules.block_size))], whole, head.norm.weight.device
+    )
     hidden = block_hidden(head, batch).view(len(anchors), rules.block_size, -1)
-    return head_candidates(head, hidden[:, 1:], features.tokens[anchors], BRANCHES)
+    return head_candidates(head, hidden[:, 1:], batch.input_ids[:: rules.block_size], BRANCHES)
 
 
 def _accepted(tree: DraftTree, tokens: list[int], position: int) -> int:
     """How many draft nodes lie on the row's own path after `position`."""
     node = depth = 0
     while position + depth + 1 < len(tokens):
-        match = np.nonzero((tree.parents == node) & (tree.tokens == tokens[position + depth + 1]))[0]
-        if not len(match):
+        child = tree.child(node, tokens[position + depth + 1])
+        if child is None:
             break
-        node, depth = int(match[0]), depth + 1
+        node, depth = child, depth + 1
     return depth

@@ -1,4 +1,4 @@
-"""Which target an option names, and a head that fits it."""
+"""Which target an option names."""
 
 from __future__ import annotations
 

@@ -55,9 +55,11 @@ class Bars:
             return
         if "loss" in record:
             bar.set_postfix_str(f"KL {record['loss']:.3f}, {record['blocks_per_second']:.0f} blocks/s")
-        elif "replayed_tau" in record:
-            tau = ", ".join(f"{value:.2f} at budget {budget}" for budget, value in record["replayed_tau"].items())
-            bar.write(f"held out: KL {record['held_out']['conditional_kl']:.3f}, replayed τ {tau}", file=sys.stdout)
+        elif "held_out" in record:
+            values: dict[int, float] = record.get("replayed_tau", {})  # absent without greedy held-out rows
+            tau = ", ".join(f"{value:.2f} at budget {budget}" for budget, value in values.items())
+            text = f"held out: KL {record['held_out']['conditional_kl']:.3f}"
+            bar.write(text + (f", replayed τ {tau}" if tau else ""), file=sys.stdout)
 
     def _show(self, name: str, done: int, total: int, unit: str) -> tqdm[Any]:
         if self._bar is None or self._name != name or done < self._bar.n:

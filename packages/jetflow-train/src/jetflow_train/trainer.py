@@ -68,7 +68,8 @@ class Trainer:
         self.rules = BlockRules(
             options.block_size, head.config.mask_token_id, head.config.causal, options.gamma, options.truncate
         )
-        self._index = draft_index(head.draft_vocab, head.config.vocab_size)
+        self._device = head.norm.weight.device
+        self._index = draft_index(head.draft_vocab, head.config.vocab_size, self._device)
         self._tables, lm_head = tables, tables[1]
         self._lm_rows = lm_head if head.draft_vocab is None else lm_head[head.draft_vocab]
         self._parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
@@ -183,7 +184,7 @@ class Trainer:
             anchors = sample_anchors(features, min(self.options.anchors, self.options.blocks - blocks), generator)
             items.append((features, anchors, sample_lengths(anchors, len(features.tokens), self.rules, generator)))
             blocks += len(anchors)
-        return pack_blocks(items, self.rules)
+        return pack_blocks(items, self.rules, self._device)
 
     def _next_row(self) -> int:
         position = self.position
@@ -210,7 +211,7 @@ class Trainer:
     # -- measures -----------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out metrics: teacher-forced, and τ of greedy decoding replayed on held-out greedy rows."""
+        """Held-out metrics: teacher-forced, and τ of greedy decoding replayed on held-out greedy rows, if there are any."""
         held = [row for row in range(len(self.store)) if self._held_out(row)]
         if not held:
             return {}
@@ -221,11 +222,13 @@ class Trainer:
             FORCED_ANCHORS,
             self.options.teacher_temperature,
         )
+        greedy = [row for row in held if self.rows[row].temperature == 0][:REPLAYED_ROWS]
+        if not greedy:
+            return {"held_out": asdict(forced)}
         # Replayed with the exported head, read back as serving reads it: what is measured is what will be used.
         export_head(self.output / "head", self.head)
         drafting = DraftHead.load(self.output / "head", *self._tables)
         drafting.pack()
-        greedy = [row for row in held if self.rows[row].temperature == 0][:REPLAYED_ROWS]
         tau = replayed_tau(drafting, [self.store[row] for row in greedy], self.rules, REPLAYED_BUDGETS, REPLAYED_TOKENS)
         return {"held_out": asdict(forced), "replayed_tau": tau}
 
@@ -267,9 +270,16 @@ class Trainer:
                     f"{path}: that run had {key} = {state['options'].get(key)!r}, this one has {value!r}; "
                     "name another output folder, or delete the checkpoint"
                 )
+        stored: dict[str, Tensor] = state["head"]
+        for name, parameter in self._parameters.items():
+            if name not in stored or stored[name].shape != parameter.shape:
+                raise ValueError(
+                    f"{path}: that run's head does not fit this target ({name}); "
+                    "name another output folder, or delete the checkpoint"
+                )
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(state["head"][name])
+                parameter.copy_(stored[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.position = Position(**{each.name: state["position"][each.name] for each in fields(Position)})
         self._shuffle()
@@ -277,7 +287,8 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """Settings that must not change within a run."""
-        free = {"output", "features", "data", "target", "minutes", "steps", "checkpoint_minutes", "evaluate_minutes"}
+        free = {"output", "features", "data", "target", "device", "minutes", "steps"}
+        free |= {"checkpoint_minutes", "evaluate_minutes"}
         values = {key: value for key, value in asdict(self.options).items() if key not in free}
         config = self.head.config
         return values | {"mask_token_id": config.mask_token_id, "taps": list(config.target_layer_ids)}
