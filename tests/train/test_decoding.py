@@ -92,6 +92,15 @@ def test_a_killed_run_goes_on_with_the_same_rows(tmp_path: Path) -> None:
     assert rows_of(file) == rows_of(whole / "rows.jsonl")
 
 
+def test_a_file_that_is_not_rows_stays_as_it_is(tmp_path: Path) -> None:
+    made = options(tmp_path)
+    output = tmp_path / "rows.jsonl"
+    output.write_text("somebody's notes\nwithout a last newline")
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 1: not JSON"):
+        answer(llm(with_head=False), made)
+    assert output.read_text() == "somebody's notes\nwithout a last newline"
+
+
 def test_a_head_does_not_change_the_answers(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()

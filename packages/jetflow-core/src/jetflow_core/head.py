@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -180,12 +181,18 @@ class DraftHead(nn.Module):
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write `config.json` and `model.safetensors` (bfloat16, the public DFlash tensor names) into the folder `path`."""
+        """Write `config.json` and `model.safetensors` (bfloat16, the public DFlash tensor names) into the folder `path`.
+
+        Raises OSError when the disk refuses.
+        """
         path.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in _named_tensors(self)}
         if self.draft_vocab is not None:
             tensors["d2t"] = self.draft_vocab.clone()
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path / 'model.safetensors'}: {error}") from error
         (path / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod

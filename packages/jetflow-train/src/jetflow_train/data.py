@@ -33,15 +33,18 @@ class Row:
         return self.prompt_ids + self.output_ids
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a JSONL file; `.gz` is decompressed. Raises ValueError naming file and line."""
+def read_jsonl(path: Path, *, partial_end: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a JSONL file; `.gz` is decompressed. Raises ValueError naming file and line.
+
+    With `partial_end`, a last line without its newline is passed over: what a killed writer leaves.
+    """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     with path.open("rb") as raw:
         stream = cast(io.BufferedIOBase, gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw)
         try:
             for number, line in enumerate(stream, start=1):
-                if not line.strip():
+                if not line.strip() or (partial_end and not line.endswith(b"\n")):
                     continue
                 try:
                     value = json.loads(line)

@@ -109,8 +109,8 @@ def _open_rows(path: Path) -> Generator[tuple[BinaryIO, set[tuple[str, float]]]]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as stream:
+            present = {row_key(row, f"{path}, line {number}") for number, row in read_jsonl(path, partial_end=True)}
             _cut_partial_line(path)
-            present = {row_key(row, f"{path}, line {number}") for number, row in read_jsonl(path)}
             yield stream, present
     except OSError as error:
         raise ValueError(f"{path}: cannot write rows ({error})") from error
