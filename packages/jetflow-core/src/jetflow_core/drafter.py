@@ -35,7 +35,7 @@ class HeadDrafter:
     `width` is the number K of candidates considered at each depth.
     """
 
-    def __init__(self, head: DraftHead, num_blocks: int, page: int, width: int = 16) -> None:
+    def __init__(self, head: DraftHead, num_blocks: int, page: int, width: int = 32) -> None:
         config, dtype, device = head.config, head.norm.weight.dtype, head.norm.weight.device
         self.head, self.page, self.width, self.device = head, page, width, device
         self.tap_layers = config.target_layer_ids

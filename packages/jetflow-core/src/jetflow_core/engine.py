@@ -39,7 +39,7 @@ class EngineConfig:
     max_batch_tokens: int = 1024
     max_running: int = 32
     max_model_len: int | None = None
-    candidates: int = 16
+    candidates: int = 32
 
     def __post_init__(self) -> None:
         least = {

@@ -21,7 +21,7 @@ from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_a
 from jetflow_train.features import RowFeatures
 from jetflow_train.losses import draft_index, sparse_teacher
 
-BRANCHES = 16  # candidates a depth, as in serving
+BRANCHES = 32  # candidates a depth, as in serving
 
 
 @dataclass(frozen=True)
