@@ -52,7 +52,15 @@ def test_qk_norm_rope(dtype: torch.dtype, q_heads: int, k_heads: int, width: int
 def test_silu_mul(dtype: torch.dtype) -> None:
     gate_up = torch.randn(3, 2 * 1100).to(dtype)
     gate_up[0, 0], gate_up[0, 1] = -60000, 60000
+    gate_up[0, 1101] = 0.5  # 60000 gated by more than 1.09 is past float16's range
     close(activation_kernels.silu_mul(gate_up), activation.silu_mul_twin(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, of the interpreter
+def test_silu_mul_past_the_range_of_float16_is_infinite() -> None:
+    gate_up = torch.full((1, 2 * 8), 300.0, dtype=torch.float16)
+    assert torch.equal(activation_kernels.silu_mul(gate_up), activation.silu_mul_twin(gate_up))
+    assert activation_kernels.silu_mul(gate_up).isinf().all()
 
 
 @every_dtype
