@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +60,10 @@ class Ragged:
     prefix_lens: Tensor
     tree_mask: Tensor | None
     scale: float
+    window: int | None = None
+    positions: Tensor | None = None
 
-    def args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float]:
+    def args(self) -> tuple[Any, ...]:
         return (
             self.q,
             self.k_cache,
@@ -70,6 +73,8 @@ class Ragged:
             self.prefix_lens,
             self.tree_mask,
             self.scale,
+            self.window,
+            self.positions,
         )
 
     def slots(self, sequence: int) -> Tensor:
@@ -91,6 +96,8 @@ class Ragged:
             self.prefix_lens[sequence : sequence + 1],
             None if self.tree_mask is None else self.tree_mask[first:last],
             self.scale,
+            self.window,
+            None if self.positions is None else self.positions[first:last],
         )
 
 
@@ -128,6 +135,7 @@ def random_call(
     dtype: torch.dtype = torch.float32,
     masked: bool = True,
     joined: bool = False,
+    window: int | None = None,
     seed: int = 0,
 ) -> Ragged:
     """A batch of trees with scattered (or joined) pages."""
@@ -145,6 +153,8 @@ def random_call(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
+    depths = [[len(path_to(i, tree)) - 1 if masked else i for i in range(len(tree))] for tree in trees]
+    positions = [prefix + depth for prefix, tree in zip(prefixes, depths, strict=True) for depth in tree]
     return Ragged(
         normal(sum(counts), heads, width),
         normal(total, page, kv_heads, width),
@@ -154,6 +164,8 @@ def random_call(
         torch.tensor(prefixes, dtype=torch.int32),
         ancestor_mask(trees, max(1, -(-max([*counts, 1]) // 32))) if masked else None,
         width**-0.5,
+        window,
+        torch.tensor(positions, dtype=torch.int64),
     )
 
 
@@ -162,7 +174,7 @@ def attention(call: Ragged) -> Tensor:
     out = torch.zeros(call.q.shape, dtype=torch.float64)
     group = call.q.shape[1] // call.k_cache.shape[2]
     k_flat, v_flat = call.k_cache.flatten(0, 1), call.v_cache.flatten(0, 1)
-    starts = call.query_start.tolist()
+    starts, positions = call.query_start.tolist(), [] if call.positions is None else call.positions.tolist()
     for b, prefix in enumerate(call.prefix_lens.tolist()):
         slots = call.slots(b)
         k = k_flat[slots].double().repeat_interleave(group, 1)
@@ -175,6 +187,9 @@ def attention(call: Ragged) -> Tensor:
                 words = call.tree_mask[row].tolist()
                 nodes = [i for i in range(starts[b + 1] - starts[b]) if words[i // 32] >> (i % 32) & 1]
             seen = [*range(prefix), *(prefix + i for i in nodes)]
+            if call.window is not None:
+                places = [*range(prefix), *(positions[starts[b] + i] for i in nodes)]
+                seen = [s for s, place in zip(seen, places, strict=True) if place > positions[row] - call.window]
             if seen:
                 scores = torch.einsum("hd,shd->hs", call.q[row].double(), k[seen]) * call.scale
                 out[row] = torch.einsum("hs,shd->hd", torch.softmax(scores, -1), v[seen])
@@ -203,4 +218,6 @@ def as_sequence(call: Ragged, path: list[int]) -> Ragged:
         call.prefix_lens[:1],
         None,
         call.scale,
+        call.window,
+        prefix + torch.arange(len(path)),
     )

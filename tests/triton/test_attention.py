@@ -27,6 +27,7 @@ def calls(draw: st.DrawFn) -> reference.Ragged:
         page=draw(st.sampled_from([16, 16, 32, 256])),
         masked=draw(st.booleans()),
         joined=draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, 100)),
         seed=draw(st.integers(0, 1 << 30)),
     )
 

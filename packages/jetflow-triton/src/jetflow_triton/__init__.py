@@ -2,6 +2,7 @@
 
 from jetflow_triton.activation import silu_mul
 from jetflow_triton.attention import tree_attention
+from jetflow_triton.checks import debug_checks
 from jetflow_triton.kv import kv_move, kv_write
 from jetflow_triton.moe import moe_experts, moe_route
 from jetflow_triton.norm import add_rms_norm, rms_norm
@@ -9,6 +10,7 @@ from jetflow_triton.rope import qk_norm_rope
 
 __all__ = [
     "add_rms_norm",
+    "debug_checks",
     "kv_move",
     "kv_write",
     "moe_experts",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from jetflow_triton.checks import INT32, check_indices, check_rows
+from jetflow_triton.checks import INT32, INTEGER, check_devices, check_indices, check_rows, debugging
 from jetflow_triton.dispatch import register, uses_op
 
 
@@ -23,6 +23,8 @@ def tree_attention(
     prefix_lens: Tensor,
     tree_mask: Tensor | None,
     scale: float,
+    window: int | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Each query attends to its sequence's cached prefix and to its own ancestors in the sequence's tree.
 
@@ -30,6 +32,9 @@ def tree_attention(
     the physical slot `block_tables[b, s // page] * page + s % page`. Query j sees every slot below `prefix_lens[b]`,
     and slot `prefix_lens[b] + i` where bit `i % 32` of word `i // 32` of its mask row is set. Without a mask it sees
     i ≤ j: a causal chain. A query that sees nothing gives zeros.
+
+    A sliding window acts on positions, not on slots: a query at position p loses the keys at positions ≤ p − window.
+    A prefix slot's position is its own number; a tree node's is its entry of `positions`, so siblings share one.
 
     Args:
         q: `[T, Hq, D]`, last dimension contiguous.
@@ -39,17 +44,22 @@ def tree_attention(
         prefix_lens: `[B]` int32.
         tree_mask: `[T, W]` int32 with 32 W ≥ the longest tree, or None.
         scale: multiplies the scores, usually `D ** -0.5`.
+        window: positions that a query sees, its own included; None for all.
+        positions: `[T]` int32 or int64, `prefix_lens[b]` + depth in the tree; read with a window only.
 
     Returns:
         `[T, Hq, D]`. A row's result does not depend on the other sequences of the batch.
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or stride does not fit, or (checked on the CPU) a table is too short.
+        ValueError: a shape, stride or device does not fit, or (checked on the CPU) the values of the index tensors.
     """
     _check(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask)
+    _check_window(q, window, positions)
+    if debugging():
+        _check_layout(_layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions))
     run = _tree_attention if uses_op(q) else tree_attention_twin
-    return run(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask, scale)
+    return run(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask, scale, window, positions)
 
 
 def tree_attention_twin(
@@ -61,24 +71,16 @@ def tree_attention_twin(
     prefix_lens: Tensor,
     tree_mask: Tensor | None,
     scale: float,
+    window: int | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Plain-torch `tree_attention`: one fused torch attention a sequence."""
-    page, kv_heads, width = k_cache.shape[1:]
+    _, _, kv_heads, width = k_cache.shape
     group = q.shape[1] // kv_heads
     # Every layer of a step asks for the same layout; it is found by content, so it can never be stale.
-    shares = _shares(
-        tuple(query_start.tolist()),
-        tuple(prefix_lens.tolist()),
-        tuple(map(tuple, block_tables.tolist())),
-        None if tree_mask is None else tuple(map(tuple, tree_mask.tolist())),
-        page,
-        group,
-        q.dtype,
-    )
-    k_flat, v_flat = (
-        k_cache.view(-1, kv_heads, width),
-        v_cache.view(-1, kv_heads, width),
-    )
+    layout = _layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions)
+    shares = _shares(layout, group, q.dtype)
+    k_flat, v_flat = k_cache.view(-1, kv_heads, width), v_cache.view(-1, kv_heads, width)
     outputs = [_attend(q, k_flat, v_flat, share, group, scale) for share in shares]
     if len(outputs) == 1:
         return outputs[0]
@@ -120,35 +122,59 @@ def _attend(q: Tensor, k_flat: Tensor, v_flat: Tensor, share: _Share, group: int
     return out.view(-1, rows, group, width).transpose(0, 1).reshape(rows, heads, width)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The values of a call's index tensors."""
+
+    tokens: int
+    blocks: int
+    page: int
+    query_start: tuple[int, ...]
+    prefix_lens: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
+    tree_mask: tuple[tuple[int, ...], ...] | None
+    window: int | None
+    positions: tuple[int, ...] | None  # None without a window
+
+
+def _layout(
+    q: Tensor,
+    k_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    prefix_lens: Tensor,
+    tree_mask: Tensor | None,
+    window: int | None,
+    positions: Tensor | None,
+) -> _Layout:
+    return _Layout(
+        q.shape[0],
+        k_cache.shape[0],
+        k_cache.shape[1],
+        tuple(query_start.tolist()),
+        tuple(prefix_lens.tolist()),
+        tuple(map(tuple, block_tables.tolist())),
+        None if tree_mask is None else tuple(map(tuple, tree_mask.tolist())),
+        window,
+        None if window is None or positions is None else tuple(positions.tolist()),
+    )
+
+
 @lru_cache(maxsize=16)
-def _shares(
-    query_start: tuple[int, ...],
-    prefix_lens: tuple[int, ...],
-    block_tables: tuple[tuple[int, ...], ...],
-    tree_mask: tuple[tuple[int, ...], ...] | None,
-    page: int,
-    group: int,
-    dtype: torch.dtype,
-) -> list[_Share]:
-    """The layout of a call, from the values of its index tensors."""
+def _shares(layout: _Layout, group: int, dtype: torch.dtype) -> list[_Share]:
+    """How the twin reads the cache for a layout, which it checks first."""
+    _check_layout(layout)
     shares: list[_Share] = []
-    for b, prefix in enumerate(prefix_lens):
-        first, last = query_start[b], query_start[b + 1]
+    for b, prefix in enumerate(layout.prefix_lens):
+        first, last = layout.query_start[b], layout.query_start[b + 1]
         if first == last:
             continue
         length = prefix + last - first
-        blocks = block_tables[b][: -(-length // page)]
-        if len(blocks) * page < length:
-            raise ValueError(f"block_tables has {len(blocks)} blocks of {page} for the {length} slots of sequence {b}")
-        words = None if tree_mask is None else tree_mask[first:last]
-        if words is not None and len(words[0]) * 32 < last - first:
-            raise ValueError(
-                f"tree_mask has {len(words[0])} words a row for the {last - first} queries of sequence {b}"
-            )
-        bias, blind = _bias(_visible(last - first, prefix, words), group, dtype)
+        blocks = layout.block_tables[b][: -(-length // layout.page)]
+        bias, blind = _bias(_visible(layout, first, last, prefix), group, dtype)
         joined = all(later == sooner + 1 for sooner, later in pairwise(blocks))
-        slots = None if joined else _slots(blocks, page, length)
-        shares.append(_Share(first, last, blocks[0] * page, length, slots, bias, blind))
+        slots = None if joined else _slots(blocks, layout.page, length)
+        shares.append(_Share(first, last, blocks[0] * layout.page, length, slots, bias, blind))
     return shares
 
 
@@ -157,14 +183,19 @@ def _slots(blocks: tuple[int, ...], page: int, length: int) -> Tensor:
     return (starts.unsqueeze(1) + torch.arange(page)).flatten()[:length]
 
 
-def _visible(rows: int, prefix: int, words: tuple[tuple[int, ...], ...] | None) -> Tensor:
-    """`[rows, prefix + rows]` bool: what each query sees."""
+def _visible(layout: _Layout, first: int, last: int, prefix: int) -> Tensor:
+    """`[rows, prefix + rows]` bool: what each query of one sequence sees."""
+    rows = last - first
     visible = torch.ones(rows, prefix + rows, dtype=torch.bool)
-    if words is None:
+    if layout.tree_mask is None:
         visible[:, prefix:].tril_()
     else:
-        bits = torch.tensor(words, dtype=torch.int32).unsqueeze(2) >> torch.arange(32, dtype=torch.int32)
+        words = torch.tensor(layout.tree_mask[first:last], dtype=torch.int32).unsqueeze(2)
+        bits = words >> torch.arange(32, dtype=torch.int32)
         visible[:, prefix:] = (bits & 1).flatten(1)[:, :rows]
+    if layout.window is not None and layout.positions is not None:
+        own = torch.tensor(layout.positions[first:last])
+        visible &= torch.cat((torch.arange(prefix), own)) > own.unsqueeze(1) - layout.window
     return visible
 
 
@@ -203,6 +234,15 @@ def _check(
         raise TypeError(f"q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}: one dtype is needed")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous: pass whole layers of the cache")
+    check_devices(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_tables=block_tables,
+        query_start=query_start,
+        prefix_lens=prefix_lens,
+        tree_mask=tree_mask,
+    )
     if q.stride(2) != 1:
         raise ValueError("q needs a contiguous last dimension: call .contiguous() on it")
     batch = prefix_lens.shape[0]
@@ -215,6 +255,46 @@ def _check(
         check_indices("tree_mask", tree_mask, 2, INT32)
         if tree_mask.shape[0] != tokens:
             raise ValueError(f"tree_mask has {tree_mask.shape[0]} rows for {tokens} queries")
+        if tree_mask.shape[1] * 32 * batch < tokens:  # the longest tree has the mean length or more
+            raise ValueError(
+                f"tree_mask has {tree_mask.shape[1]} words a row for the {tokens} queries of {batch} sequences"
+            )
+
+
+def _check_window(q: Tensor, window: int | None, positions: Tensor | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: a query sees at least 1 position, its own")
+    if positions is not None:
+        check_indices("positions", positions, 1, INTEGER)
+        check_devices(q=q, positions=positions)
+        if positions.shape[0] != q.shape[0]:
+            raise ValueError(f"positions has {positions.shape[0]} entries for {q.shape[0]} queries")
+    elif window is not None:
+        raise ValueError("positions is None: a window needs the position of each query")
+
+
+def _check_layout(layout: _Layout) -> None:
+    """The values that a GPU takes on trust."""
+    starts = layout.query_start
+    if starts[0] != 0 or starts[-1] != layout.tokens or any(b < a for a, b in pairwise(starts)):
+        raise ValueError(f"query_start is {list(starts)}: it must rise from 0 to the {layout.tokens} queries")
+    for b, prefix in enumerate(layout.prefix_lens):
+        nodes = starts[b + 1] - starts[b]
+        if prefix < 0:
+            raise ValueError(f"prefix_lens has {prefix} for sequence {b}: lengths are 0 or more")
+        blocks = layout.block_tables[b][: -(-(prefix + nodes) // layout.page)] if nodes else ()
+        if nodes and len(blocks) * layout.page < prefix + nodes:
+            raise ValueError(
+                f"block_tables has {len(blocks)} blocks of {layout.page} for the {prefix + nodes} slots of sequence {b}"
+            )
+        if blocks and not 0 <= min(blocks) <= max(blocks) < layout.blocks:
+            raise ValueError(
+                f"block_tables has blocks {min(blocks)} … {max(blocks)} for sequence {b}: "
+                f"the cache has 0 … {layout.blocks - 1}"
+            )
+        if layout.tree_mask is not None and nodes and len(layout.tree_mask[starts[b]]) * 32 < nodes:
+            words = len(layout.tree_mask[starts[b]])
+            raise ValueError(f"tree_mask has {words} words a row for the {nodes} queries of sequence {b}")
 
 
 def _shape(q: Tensor, *_: object) -> Tensor:
@@ -223,7 +303,7 @@ def _shape(q: Tensor, *_: object) -> Tensor:
 
 _tree_attention = register(
     "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor query_start,"
-    " Tensor prefix_lens, Tensor? tree_mask, float scale) -> Tensor",
+    " Tensor prefix_lens, Tensor? tree_mask, float scale, int? window=None, Tensor? positions=None) -> Tensor",
     tree_attention_twin,
     "attention.tree_attention",
     _shape,

@@ -1,6 +1,13 @@
-"""Argument checks shared by the ops. They read shapes, dtypes and strides only, never values."""
+"""Argument checks shared by the ops.
+
+`check_rows`, `check_weight`, `check_indices`, `check_devices` read shapes, dtypes, strides and devices only.
+`check_values` reads values: always on the CPU, on a GPU only within `debug_checks`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,3 +42,46 @@ def check_indices(name: str, indices: Tensor, dim: int, dtypes: tuple[torch.dtyp
         raise TypeError(f"{name} is {indices.dtype}: {wanted} is needed")
     if indices.dim() != dim:
         raise ValueError(f"{name} has shape {tuple(indices.shape)}: {dim} dimension(s) are needed")
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """All tensors are where the first one is."""
+    (first, reference), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    for name, tensor in others:
+        if tensor.device != reference.device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} on {reference.device}: one device is needed")
+
+
+def check_values(name: str, values: Tensor, low: int, high: int) -> int:
+    """All `values` are `low … high`; returns the least (0 of none). On a GPU this waits for the GPU."""
+    if not values.numel():
+        return 0
+    listed = values.flatten().tolist()  # for the short lists of a step far quicker than a reduction
+    least, most = min(listed), max(listed)
+    if least < low or most > high:
+        raise ValueError(f"{name} holds values from {least} to {most}: {low} … {high} are valid")
+    return least
+
+
+class _Debug:
+    on = False
+
+
+@contextmanager
+def debug_checks(enabled: bool = True) -> Iterator[None]:
+    """While it is open, every op checks the values of its index arguments on a GPU too, as it always does on the CPU.
+
+    Slots, block tables, lengths, positions and expert ids out of range then raise `ValueError` instead of reading or
+    writing elsewhere in memory. Each check waits for the GPU, so calls are slow and cannot be captured in a CUDA
+    graph. Holds for all threads; calls may be nested.
+    """
+    before, _Debug.on = _Debug.on, enabled
+    try:
+        yield
+    finally:
+        _Debug.on = before
+
+
+def debugging() -> bool:
+    """Whether a public function checks values before it launches (never while `torch.compile` traces)."""
+    return _Debug.on and not torch.compiler.is_compiling()

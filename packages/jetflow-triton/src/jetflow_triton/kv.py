@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetflow_triton.checks import INT64, check_indices, check_rows
+from jetflow_triton.checks import INT64, check_devices, check_indices, check_rows, check_values, debugging
 from jetflow_triton.dispatch import register, uses_op
 
 
@@ -22,6 +22,8 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
         ValueError: a shape or stride does not fit, or (checked on the CPU) a slot is out of range.
     """
     _check_write(k, v, k_cache, v_cache, slots)
+    if debugging():
+        check_values("slots", slots, -1, k_cache.shape[0] * k_cache.shape[1] - 1)
     (_kv_write if uses_op(k) else kv_write_twin)(k, v, k_cache, v_cache, slots)
 
 
@@ -38,17 +40,18 @@ def kv_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
         ValueError: a shape or stride does not fit, or (checked on the CPU) a slot is out of range.
     """
     _check_move(kv, source, target)
+    if debugging():
+        _check_moves(kv, source, target)
     (_kv_move if uses_op(kv) else kv_move_twin)(kv, source, target)
 
 
 def kv_write_twin(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Plain-torch `kv_write`."""
-    listed = slots.tolist()
-    if not listed:
+    if not slots.numel():
         return
     k_flat, v_flat = k_cache.view(-1, *k.shape[1:]), v_cache.view(-1, *v.shape[1:])
-    _check_range("slots", listed, k_flat.shape[0], low=-1)
-    if min(listed) < 0:
+    least = check_values("slots", slots, -1, k_flat.shape[0] - 1)
+    if least < 0:
         kept = torch.nonzero(slots >= 0).squeeze(1)
         slots, k, v = slots[kept], k[kept], v[kept]
     k_flat.index_copy_(0, slots, k if k.dtype is k_cache.dtype else k.to(k_cache.dtype))
@@ -57,28 +60,27 @@ def kv_write_twin(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots:
 
 def kv_move_twin(kv: Tensor, source: Tensor, target: Tensor) -> None:
     """Plain-torch `kv_move`: gather everything, then scatter."""
-    listed = target.tolist()
-    if not listed:
-        return
-    flat = kv.view(kv.shape[0], 2, -1, *kv.shape[4:])
-    _check_range("target", listed, flat.shape[2], low=-1)
-    if min(listed) < 0:
-        kept = torch.nonzero(target >= 0).squeeze(1)
-        source, target = source[kept], target[kept]
+    source, target = _check_moves(kv, source, target)
     if source.numel():
-        _check_range("source", source.tolist(), flat.shape[2], low=0)
+        flat = kv.view(kv.shape[0], 2, -1, *kv.shape[4:])
         flat.index_copy_(2, target, flat.index_select(2, source))
 
 
-def _check_range(name: str, values: list[int], size: int, *, low: int) -> None:
-    if min(values) < low or max(values) >= size:
-        raise ValueError(f"{name} holds values from {min(values)} to {max(values)}: slots are {low} … {size - 1}")
+def _check_moves(kv: Tensor, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The moves that are not skipped, all within the cache."""
+    last = kv.shape[2] * kv.shape[3] - 1
+    if check_values("target", target, -1, last) < 0:
+        kept = torch.nonzero(target >= 0).squeeze(1)
+        source, target = source[kept], target[kept]
+    check_values("source", source, 0, last)
+    return source, target
 
 
 def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     check_rows("k", k, 3)
     check_rows("v", v, 3)
     check_rows("k_cache", k_cache, 4)
+    check_rows("v_cache", v_cache, 4)
     check_indices("slots", slots, 1, INT64)
     if v.shape != k.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, k has {tuple(k.shape)}: they must be equal")
@@ -88,6 +90,7 @@ def _check_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: 
         raise ValueError(f"k_cache has shape {tuple(k_cache.shape)}: [blocks, page, *{tuple(k.shape[1:])}] is needed")
     if slots.shape[0] != k.shape[0]:
         raise ValueError(f"slots has {slots.shape[0]} entries for {k.shape[0]} tokens")
+    check_devices(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous: pass whole layers of the cache")
     if k.stride(2) != 1 or v.stride(2) != 1:
@@ -104,6 +107,7 @@ def _check_move(kv: Tensor, source: Tensor, target: Tensor) -> None:
         check_indices(name, slots, 1, INT64)
     if source.shape != target.shape:
         raise ValueError(f"source has {source.shape[0]} entries, target has {target.shape[0]}")
+    check_devices(kv=kv, source=source, target=target)
 
 
 def _nothing(*_: object) -> None:

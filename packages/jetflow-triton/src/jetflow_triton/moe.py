@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from jetflow_triton.activation import silu_mul_twin
-from jetflow_triton.checks import INTEGER, check_indices, check_rows
+from jetflow_triton.checks import INTEGER, check_devices, check_indices, check_rows, check_values, debugging
 from jetflow_triton.dispatch import register, uses_op
 
 
@@ -43,13 +43,16 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
         experts: `[T, K]` int32 or int64 below E; a token's experts are distinct.
 
     Returns:
-        `[T, C]`. The combine has a fixed order: the same input gives the same bits.
+        `[T, C]`. Products and the combine have a fixed order: the same input gives the same bits, and on a GPU a
+        row's bits do not depend on the number of rows.
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape does not fit.
+        ValueError: a shape or device does not fit, or (checked on the CPU) an expert is out of range.
     """
     _check_experts(x, gate_up, down, weights, experts)
+    if debugging():
+        check_values("experts", experts, 0, gate_up.shape[0] - 1)
     return (_moe_experts if uses_op(x) else moe_experts_twin)(x, gate_up, down, weights, experts)
 
 
@@ -65,6 +68,7 @@ def moe_route_twin(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tenso
 
 def moe_experts_twin(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Plain-torch `moe_experts`: a loop over the experts that have tokens."""
+    check_values("experts", experts, 0, gate_up.shape[0] - 1)
     top_k = experts.shape[1]
     pairs = x.new_empty(experts.numel(), x.shape[1])
     for expert, chosen in _tokens_by_expert(experts.flatten().tolist()).items():
@@ -100,6 +104,9 @@ def _check_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ex
         raise ValueError(f"weights has shape {tuple(weights.shape)}, experts has {tuple(experts.shape)}")
     if weights.dtype is not torch.float32:
         raise TypeError(f"weights is {weights.dtype}: float32 is needed")
+    check_devices(x=x, gate_up=gate_up, down=down, weights=weights, experts=experts)
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        raise ValueError("gate_up and down must be contiguous: a call must not copy all experts")
 
 
 def _route_shape(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

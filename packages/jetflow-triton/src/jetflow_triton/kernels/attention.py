@@ -59,6 +59,8 @@ def _reduce(
     mask_bits,
     query,
     row_inside,
+    positions,
+    oldest,
     low,
     high,
     prefix,
@@ -71,9 +73,13 @@ def _reduce(
     BLOCK_D: tl.constexpr,
     IN_TREE: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over the slots `low … high − 1`, of the prefix or (from its start) of the tree."""
+    """Online softmax over the slots `low … high − 1`, of the prefix or (from its start) of the tree.
+
+    `positions` are those of the sequence's queries, `oldest` the first position that each row's window holds.
+    """
     lanes, block_lanes = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         slots = start + block_lanes
@@ -97,6 +103,11 @@ def _reduce(
                 seen = seen & (((words >> ((node + block_lanes) % 32)[None, :]) & 1) != 0)
             else:
                 seen = seen & ((node + block_lanes)[None, :] <= query[:, None])
+        if HAS_WINDOW:
+            place = slots.to(tl.int64)
+            if IN_TREE:
+                place = tl.load(positions + slots - prefix, mask=inside, other=0).to(tl.int64)
+            seen = seen & (place[None, :] >= oldest[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -110,7 +121,10 @@ def _reduce(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["q_token", "table_width", "mask_words", "batch", "tokens"])
+@triton.jit(
+    do_not_specialize=["table_width", "mask_words", "batch", "tokens", "window"],
+    do_not_specialize_on_alignment=["block_tables", "query_start", "prefix_lens", "tree_mask", "positions"],
+)
 def tree_attention_kernel(
     q,
     k_cache,
@@ -119,6 +133,7 @@ def tree_attention_kernel(
     query_start,
     prefix_lens,
     tree_mask,
+    positions,
     out,
     partial,
     partial_stats,
@@ -128,6 +143,7 @@ def tree_attention_kernel(
     mask_words,
     batch,
     tokens,
+    window,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -141,6 +157,7 @@ def tree_attention_kernel(
     SPLIT_SIZE: tl.constexpr,
     IN_GRID: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid: tiles, KV heads, splits. `IN_GRID`: one split a program, written to `partial`; else all, to `out`."""
@@ -151,6 +168,10 @@ def tree_attention_kernel(
     first = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - first
     prefix = tl.load(prefix_lens + sequence)
+    splits = tl.maximum((prefix + SPLIT_SIZE - 1) // SPLIT_SIZE, 1)
+    one = tl.program_id(2)
+    if one >= splits:
+        return
     rows = tl.arange(0, BLOCK_M)
     query, member = tile * (BLOCK_M // GROUP) + rows // GROUP, rows % GROUP
     row_inside = (query < count) & (member < HEADS // KV_HEADS)
@@ -165,10 +186,15 @@ def tree_attention_kernel(
     high = prefix + count
     if not HAS_MASK:  # later nodes are invisible to the whole tile
         high = tl.minimum(high, prefix + (tile + 1) * (BLOCK_M // GROUP))
-    splits = tl.maximum((prefix + SPLIT_SIZE - 1) // SPLIT_SIZE, 1)
-    one = tl.program_id(2)
     begin = one if IN_GRID else 0
-    end = tl.minimum(one + 1, splits) if IN_GRID else splits
+    end = one + 1 if IN_GRID else splits
+    oldest = tl.zeros([BLOCK_M], tl.int64)
+    unseen = 0  # blocks of slots that every row's window has left behind are skipped, which changes no bit
+    if HAS_WINDOW:
+        oldest = tl.load(positions + token, mask=row_inside, other=2147483647).to(tl.int64) - window + 1
+        unseen = tl.maximum(tl.min(oldest, 0), 0).to(tl.int32) // BLOCK_N * BLOCK_N
+        if not IN_GRID:
+            begin = tl.minimum(unseen // SPLIT_SIZE, splits - 1)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -180,13 +206,13 @@ def tree_attention_kernel(
         new_total = tl.zeros([BLOCK_M], tl.float32)
         new_acc, new_peak, new_total = _reduce(
             new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
-            low, tl.minimum(low + SPLIT_SIZE, prefix), prefix, scale, kv_head,
-            PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, False, HAS_MASK, PRECISION,
+            positions + first, oldest, tl.maximum(low, unseen), tl.minimum(low + SPLIT_SIZE, prefix), prefix, scale,
+            kv_head, PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, False, HAS_MASK, HAS_WINDOW, PRECISION,
         )  # fmt: skip
         new_acc, new_peak, new_total = _reduce(
             new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
-            prefix, tl.where(split == splits - 1, high, prefix), prefix, scale, kv_head,
-            PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, True, HAS_MASK, PRECISION,
+            positions + first, oldest, prefix, tl.where(split == splits - 1, high, prefix), prefix, scale,
+            kv_head, PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, True, HAS_MASK, HAS_WINDOW, PRECISION,
         )  # fmt: skip
         if IN_GRID:
             acc, peak, total = new_acc, new_peak, new_total
@@ -204,7 +230,7 @@ def tree_attention_kernel(
         tl.store(out + place[:, None] * WIDTH + lanes[None, :], result.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["batch", "tokens"])
+@triton.jit(do_not_specialize=["batch", "tokens"], do_not_specialize_on_alignment=["query_start", "prefix_lens"])
 def merge_splits_kernel(
     partial,
     partial_stats,
@@ -271,6 +297,8 @@ def tree_attention(
     prefix_lens: Tensor,
     tree_mask: Tensor | None,
     scale: float,
+    window: int | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Launches `tree_attention_kernel`, and `merge_splits_kernel` where the splits are spread over the grid."""
     tokens, heads, width = q.shape
@@ -296,6 +324,7 @@ def tree_attention(
         query_start,
         prefix_lens,
         query_start if tree_mask is None else tree_mask.contiguous(),
+        query_start if positions is None or window is None else positions,
         out,
         partial,
         stats,
@@ -305,6 +334,7 @@ def tree_attention(
         0 if tree_mask is None else tree_mask.shape[1],
         batch,
         tokens,
+        window or 0,
         scale * 1.4426950408889634,  # the kernel's exponentials have base 2
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -318,6 +348,7 @@ def tree_attention(
         SPLIT_SIZE=SPLIT,
         IN_GRID=in_grid,
         HAS_MASK=tree_mask is not None,
+        HAS_WINDOW=window is not None,
         PRECISION=dot_precision(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -6,8 +6,6 @@ the experts' starts in the sorted order. Every sum has a fixed order, so equal i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from jetflow_triton.kernels.activation import silu
 from jetflow_triton.kernels.common import EXACT, ceil_div, dot_precision, power_of_two
+from jetflow_triton.tiles import Tile, tile_for
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -34,7 +33,8 @@ def moe_route_kernel(
     index, rank = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     row = tl.load(logits + token * stride + index, mask=index < EXPERTS, other=float("-inf")).to(tl.float32)
     p = tl.exp(row - tl.max(row, 0))
-    p = tl.where(index < EXPERTS, p / tl.sum(p, 0), -1.0)
+    total = tl.sum(p, 0)
+    p = tl.where(index < EXPERTS, tl.where(total == total, p / total, 0.0), -1.0)  # a row with a NaN ranks by index
     best_p, best = tl.zeros([BLOCK_K], tl.float32), tl.zeros([BLOCK_K], tl.int32)
     for i in tl.static_range(TOP_K):
         top = tl.max(p, 0)
@@ -43,6 +43,7 @@ def moe_route_kernel(
         p = tl.where(index == winner, -1.0, p)
     if RENORMALIZE:
         best_p = best_p / tl.sum(best_p, 0)
+    best_p += total - total  # and has NaN for weights
     tl.store(weights + token * TOP_K + rank, best_p, mask=rank < TOP_K)
     tl.store(experts + token * TOP_K + rank, best, mask=rank < TOP_K)
 
@@ -79,7 +80,7 @@ def _find_expert(starts, tile, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLO
     return expert, start + (tile - before) * BLOCK_M
 
 
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit
 def gate_up_kernel(
     x,
     gate_up,
@@ -174,28 +175,6 @@ def combine_kernel(pairs, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: 
     tl.store(out + token * WIDTH + columns, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Block sizes of the grouped products."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-
-
-def tile_for(pairs: int, experts: int, itemsize: int) -> Tile:
-    """By the mean number of pairs an expert: 16 rows stream the weights of a decode step, larger tiles reuse them."""
-    mean = ceil_div(pairs, experts)
-    depth = 128 // itemsize
-    if mean <= 16:
-        return Tile(16, 64, depth * 2, 4, 3)
-    if mean <= 64:
-        return Tile(32, 64, depth * 2, 4, 3)
-    return Tile(64, 64, depth, 4, 3)
-
-
 def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Launches `moe_route_kernel`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -219,8 +198,10 @@ def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Te
     return weights, chosen
 
 
-def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-    """Launches the sort, the two grouped products and the combine."""
+def moe_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, tile: Tile | None = None
+) -> Tensor:
+    """Launches the sort, the two grouped products and the combine; `tile` overrides the table, for the tuner."""
     x = x if x.stride(1) == 1 else x.contiguous()
     tokens, width = x.shape
     count, _, inner = down.shape
@@ -234,7 +215,8 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     starts = experts.new_empty(count + 1, dtype=torch.int32)
     sort_pairs_kernel[(count,)](experts, order, starts, pairs, BLOCK=1024, num_warps=4, **EXACT)
     hidden, per_pair = x.new_empty(pairs, inner), x.new_empty(pairs, width)
-    tile = tile_for(pairs, count, x.element_size())
+    if tile is None:  # 16 rows stream the weights of a decode step, larger tiles reuse them
+        tile = tile_for("moe_experts", ceil_div(pairs, count), (count, width, inner), x.dtype, x.device)
     shared = {
         "EXPERTS": count,
         "WIDTH": width,
@@ -249,13 +231,10 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
         "num_stages": tile.stages,
     }
     tiles = min(pairs, count + pairs // tile.block_m)
-    gate_up = gate_up.contiguous()
     gate_up_kernel[(tiles, ceil_div(inner, tile.block_n))](
         x, gate_up, order, starts, hidden, x.stride(0), TOP_K=top_k, **shared
     )
-    down_kernel[(tiles, ceil_div(width, tile.block_n))](
-        hidden, down.contiguous(), order, starts, weights, per_pair, **shared
-    )
+    down_kernel[(tiles, ceil_div(width, tile.block_n))](hidden, down, order, starts, weights, per_pair, **shared)
     block = min(1024, power_of_two(width))
     combine_kernel[(tokens, ceil_div(width, block))](
         per_pair, out, WIDTH=width, TOP_K=top_k, BLOCK=block, num_warps=4, **EXACT
