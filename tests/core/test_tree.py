@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetflow_core.tree import Candidates, DraftTree, accept, ancestor_mask, best_first_tree, pack_bits
+from jetflow_core.tree import Candidates, DraftTree, accept, ancestor_mask, best_first_tree, best_first_trees, pack_bits
 
 
 @st.composite
@@ -97,6 +97,35 @@ def test_a_larger_budget_extends_the_same_tree(c: Candidates, budget: int) -> No
     size = len(small)
     assert large.tokens[:size].tolist() == small.tokens.tolist()
     assert large.parents[:size].tolist() == small.parents.tolist()
+
+
+@given(st.data(), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=5))
+def test_trees_do_not_depend_on_the_requests_beside_them(data: st.DataObject, jobs: list[tuple[int, int]]) -> None:
+    first = data.draw(candidates())
+    others = [first]
+    while len(others) < len(jobs):  # the same shapes, other scores
+        rolled = np.roll(others[-1].following, 1, axis=-1)
+        others.append(Candidates(first.tokens, np.roll(others[-1].first, 1), rolled))
+    budgets, depths = [budget for budget, _ in jobs], [depth for _, depth in jobs]
+    together = best_first_trees(range(len(jobs)), others, budgets, depths)
+    for anchor, (tree, candidate, (budget, depth)) in enumerate(zip(together, others, jobs, strict=True)):
+        alone = best_first_tree(anchor, candidate, budget, depth)
+        for column in ("tokens", "parents", "depths", "scores"):
+            np.testing.assert_array_equal(getattr(tree, column), getattr(alone, column))
+
+
+def test_a_child_never_comes_before_its_parent_whatever_rounding_does() -> None:
+    above_zero = np.full((1, 2, 2), 1e-6, dtype=np.float32)
+    candidate = Candidates(np.array([[1, 2], [3, 4]]), np.array([-1, -1], dtype=np.float32), above_zero)
+    assert len(best_first_tree(0, candidate, 6, 2)) == 7
+
+
+@given(trees(), st.integers(0, 80))
+def test_a_cut_keeps_the_first_nodes(tree: DraftTree, nodes: int) -> None:
+    cut = tree.cut(nodes)
+    assert len(cut) == min(len(tree), nodes + 1)
+    assert cut.tokens.tolist() == tree.tokens[: nodes + 1].tolist()
+    assert cut.parents.tolist() == tree.parents[: nodes + 1].tolist()
 
 
 @given(st.lists(trees(20), max_size=3), st.data())

@@ -15,7 +15,7 @@ from torch import Tensor
 from jetflow_core.batch import PagedAttention, Segment, build_batch
 from jetflow_core.head import DraftHead
 from jetflow_core.kv_cache import KVCache
-from jetflow_core.tree import Candidates, DraftTree, best_first_tree
+from jetflow_core.tree import Candidates, DraftTree, best_first_trees
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,12 @@ class HeadDrafter:
         hidden = self.head(batch.input_ids, batch.positions, PagedAttention(self.cache, batch, config.head_dim))
         hidden = hidden.view(len(jobs), config.block_size, -1)[:, 1:]
         candidates = head_candidates(self.head, hidden, batch.input_ids[:: config.block_size], self.width)
-        return [
-            best_first_tree(job.anchor, candidate, job.budget, job.max_depth)
-            for job, candidate in zip(jobs, candidates, strict=True)
-        ]
+        return best_first_trees(
+            [job.anchor for job in jobs],
+            candidates,
+            [job.budget for job in jobs],
+            [job.max_depth for job in jobs],
+        )
 
 
 def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, width: int) -> list[Candidates]:

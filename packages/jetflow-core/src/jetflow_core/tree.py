@@ -5,7 +5,7 @@ Shapes: D draft depths, K candidates a depth, N tree nodes, W = ceil(N / 32) mas
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,8 +65,8 @@ class DraftTree:
             raise ValueError("parents must come before their children")
         if np.any(self.depths[1:] != self.depths[parents[1:]] + 1):
             raise ValueError("a node is one deeper than its parent")
-        siblings = np.stack([parents, self.tokens])
-        if np.unique(siblings, axis=1).shape[1] != size:
+        siblings = np.sort(parents * (int(self.tokens.max()) + 1) + self.tokens)
+        if np.any(siblings[1:] == siblings[:-1]):
             raise ValueError("two siblings share a token")
 
     def __len__(self) -> int:
@@ -77,6 +77,13 @@ class DraftTree:
         found = np.nonzero((self.parents == node) & (self.tokens == token))[0]
         return int(found[0]) if len(found) else None
 
+    def cut(self, nodes: int) -> DraftTree:
+        """The anchor and the first `nodes` nodes after it: a tree of its own, since parents come first."""
+        if nodes >= len(self) - 1:
+            return self
+        kept = slice(nodes + 1)
+        return DraftTree(self.tokens[kept], self.parents[kept], self.depths[kept], self.scores[kept])
+
     @classmethod
     def root(cls, anchor: int) -> DraftTree:
         """The tree of the anchor alone: plain autoregressive decoding."""
@@ -84,60 +91,95 @@ class DraftTree:
 
 
 def best_first_tree(anchor: int, candidates: Candidates, budget: int, max_depth: int) -> DraftTree:
-    """The `budget` most probable nodes (besides the anchor) that form a tree over `candidates`, at most `max_depth` deep.
+    """`best_first_trees` of a single request."""
+    return best_first_trees([anchor], [candidates], [budget], [max_depth])[0]
 
-    Since a path's score never exceeds its prefix's, taking nodes in order of score keeps the set prefix-closed and optimal.
-    A heap holds, for every node taken, its best untaken child, and for every child its next sibling: O(budget · log budget).
-    Ties break by (depth, rank), so trees are deterministic.
+
+def best_first_trees(
+    anchors: Sequence[int], candidates: Sequence[Candidates], budgets: Sequence[int], max_depths: Sequence[int]
+) -> list[DraftTree]:
+    """For each of R requests the `budget` most probable nodes (besides the anchor) that form a tree over its candidates.
+
+    `candidates` have the same shapes; no tree is deeper than its `max_depth`. Since a path's score never exceeds its prefix's,
+    the most probable nodes are a prefix-closed set. They come in order of score, ties by depth, then parent, then rank, so trees
+    are deterministic and the first n nodes are the tree of budget n (`DraftTree.cut`).
+
+    All requests grow together, a depth at a time: a node has children worth looking at only while it is among the
+    `max(budgets)` best of its request so far. So the cost is a few array operations a depth, whatever the number of nodes.
     """
-    max_depth = min(max_depth, len(candidates.tokens))
-    tokens, parents, depths, scores = [anchor], [-1], [0], [0.0]
-    shared = candidates.following.shape[1] == 1
-    ranked: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+    requests, limits = np.arange(len(anchors)), np.asarray(budgets, dtype=np.int64)
+    tokens = np.stack([each.tokens for each in candidates])
+    first = np.stack([each.first for each in candidates])
+    following = np.stack([each.following for each in candidates])
+    levels = _grow(first, following, int(limits.max()), np.asarray(max_depths))
+    owner, scores, parents, chosen = (np.concatenate([level[k] for level in levels]) for k in range(4))
+    depths = np.repeat(np.arange(len(levels)), [len(level[0]) for level in levels])
+    # Levels follow each other and each keeps its order, so a stable sort breaks ties by depth, parent and rank.
+    order = np.lexsort((-scores, owner))
+    place = np.empty(len(order), dtype=np.int64)  # of a node within its own tree
+    place[order] = np.arange(len(order)) - np.searchsorted(owner[order], requests)[owner[order]]
+    order = order[place[order] <= limits[owner[order]]]
+    owner, depths, scores = owner[order], depths[order], scores[order]
+    above = np.where(depths == 0, -1, place[parents[order]])
+    ids = np.where(depths == 0, np.asarray(anchors)[owner], tokens[owner, depths - 1, chosen[order]])
+    bounds = np.searchsorted(owner, [*requests, len(requests)])
+    return [
+        DraftTree(ids[low:high], above[low:high], depths[low:high], scores[low:high])
+        for low, high in itertools.pairwise(bounds.tolist())
+    ]
 
-    def children(depth: int, parent: int) -> tuple[list[int], list[float]]:
-        """Candidate indices of `depth` after candidate `parent` of the depth before, best first, with their scores."""
-        key = (depth, 0 if shared or depth == 1 else parent)
-        if key not in ranked:
-            row = candidates.first if depth == 1 else candidates.following[depth - 2, key[1]]
-            order = np.argsort(-row, kind="stable")
-            order = order[np.isfinite(row[order])]
-            ranked[key] = order.tolist(), row[order].tolist()
-        return ranked[key]
 
-    # Entries: (−score, depth, rank among siblings, node of the parent, candidate of the parent).
-    heap: list[tuple[float, int, int, int, int]] = []
+Level = tuple[Ints, NDArray[np.float64], Ints, Ints]
 
-    def push(depth: int, rank: int, node: int, candidate: int) -> None:
-        if depth <= max_depth:
-            _, values = children(depth, candidate)
-            if rank < len(values):
-                heapq.heappush(heap, (-(scores[node] + values[rank]), depth, rank, node, candidate))
 
-    push(1, 0, 0, 0)
-    while heap and len(tokens) <= budget:
-        score, depth, rank, node, candidate = heapq.heappop(heap)
-        chosen = children(depth, candidate)[0][rank]
-        tokens.append(int(candidates.tokens[depth - 1, chosen]))
-        parents.append(node)
-        depths.append(depth)
-        scores.append(-score)
-        push(depth, rank + 1, node, candidate)
-        push(depth + 1, 0, len(tokens) - 1, chosen)
-    return DraftTree(np.array(tokens), np.array(parents), np.array(depths), np.array(scores))
+def _grow(first: Floats, following: Floats, size: int, max_depths: Ints) -> list[Level]:
+    """The anchors, then a level a depth of the nodes that may be among the `size` best of their request.
+
+    `first` [R, K] and `following` [R, D − 1, P, K] as in `Candidates`. A level holds, in order of parent and rank, each node's
+    request, score, parent (counted over all levels) and candidate.
+    """
+    requests = len(first)
+    best = np.full((requests, size), -np.inf)  # the best scores of each request so far, the least of them first
+    level = np.arange(requests), np.zeros(requests), np.zeros(requests, np.int64), np.zeros(requests, np.int64)
+    levels: list[Level] = [level]
+    above = 0  # where the parents' level starts
+    for depth in range(1, following.shape[1] + 2 if size else 1):
+        owner, scores, _, chosen = levels[-1]
+        table = first[:, None] if depth == 1 else following[:, depth - 2]
+        # A log-probability rounded to above zero must not put a child before its parent.
+        grown = scores[:, None] + np.minimum(table[owner, chosen if table.shape[1] > 1 else 0], 0)
+        grown[max_depths[owner] < depth] = -np.inf
+        parents, rank = np.nonzero(grown > best[owner, 0][:, None])
+        if len(rank) == 0:
+            break
+        owner, scores = owner[parents], grown[parents, rank]
+        counts = np.bincount(owner, minlength=requests)
+        most = int(counts.max())
+        pool = np.full((requests, most + size), -np.inf)
+        pool[:, :size] = best
+        pool[owner, size + np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]] = scores
+        pool.partition(most, axis=1)
+        best = pool[:, most:]
+        kept = scores >= best[owner, 0]
+        above, start = above + len(levels[-1][0]), above
+        levels.append((owner[kept], scores[kept], start + parents[kept], rank[kept]))
+    return levels
 
 
 def ancestor_mask(tree: DraftTree, words: int) -> NDArray[np.int32]:
     """Packed mask [N, words]: bit j of row i (word j // 32, bit j % 32) is set when node j is i or an ancestor of i."""
     size = len(tree)
     assert words * 32 >= size
-    bits = np.zeros((size, words * 32), dtype=bool)
-    for depth in range(int(tree.depths.max()) + 1):
-        nodes = np.nonzero(tree.depths == depth)[0]
-        if depth:
-            bits[nodes] = bits[tree.parents[nodes]]
-        bits[nodes, nodes] = True
-    return pack_bits(bits)
+    nodes = np.arange(size)
+    mask = np.zeros((size, words), dtype=np.uint32)
+    mask[nodes, nodes // 32] = np.left_shift(np.uint32(1), (nodes % 32).astype(np.uint32))
+    mask[:, 0] |= np.uint32(1)
+    # After k rounds a row holds its 2ᵏ nearest ancestors and `above` is the next one, or the anchor.
+    above = np.maximum(tree.parents, 0)
+    while above.any():
+        mask |= mask[above]
+        above = above[above]
+    return mask.view(np.int32)
 
 
 def pack_bits(bits: NDArray[np.bool_]) -> NDArray[np.int32]:
