@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import tokenizers
 
+from jetflow_core.engine import EngineStats
 from jetflow_core.request import Output, Usage
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
@@ -27,7 +28,7 @@ WITH_TOOLS = (
     "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% if m.tool_calls %}{% for c in m.tool_calls %}"
-    "<call>{{ c.function.name }} {{ c.function.arguments }}</call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
 END = 257  # <|im_end|>
@@ -92,6 +93,14 @@ class ScriptedEngine:
         self.aborted.append(self.steps)
         return self.running.pop(request_id, None) is not None
 
+    def abort_all(self, reason: str, *, waiting: bool = True) -> list[Output]:
+        ended, self.running = self.running, {}
+        return [Output(key, [], "", None, reason, Usage(len(r.prompt), r.sent, 0, r.steps)) for key, r in ended.items()]
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(0, len(self.running), len(self.running), 0, 99 - len(self.running), 0, 0)
+
     def step(self) -> list[Output]:
         self.steps += 1
         time.sleep(self.step_s)
@@ -103,7 +112,9 @@ class ScriptedEngine:
 
     def _advance(self, request_id: str, run: _Running) -> Output:
         run.steps += 1
-        limit = run.params.max_tokens or self.max_model_len - len(run.prompt)
+        limit = run.params.max_tokens
+        if limit is None:
+            limit = self.max_model_len - len(run.prompt)
         tokens = run.script[run.sent : min(run.sent + self.per_step, limit)]
         run.sent += len(tokens)
         text = "".join(run.detokenizer.push(token) for token in tokens)
@@ -135,10 +146,12 @@ class Running:
 
 
 @contextmanager
-def serving(engine: Any, max_requests: int = 64, grace_s: float = 5.0, **settings: Any) -> Iterator[Running]:
+def serving(
+    engine: Any, max_requests: int = 64, grace_s: float = 5.0, timeout_s: float | None = None, **settings: Any
+) -> Iterator[Running]:
     """Serve `engine` on a free port; afterwards the engine must be idle."""
     listener = bind("127.0.0.1", 0)
-    service = EngineService(engine, max_requests)
+    service = EngineService(engine, max_requests, timeout_s)
     ready = threading.Event()
     server = Server(create_app(service, ServerSettings(MODEL, **settings)), service, ready.set, grace_s)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

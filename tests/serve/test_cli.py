@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import sys
@@ -14,7 +15,7 @@ import torch
 from jetflow_core import demo as core_demo
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM
-from jetflow_serve import bench, choice, cli, demo, generate, server, verify
+from jetflow_serve import bench, choice, cli, config_file, demo, generate, server, verify
 from jetflow_serve.measure import Run
 from serve.support import byte_tokenizer
 from tiny import tiny_head, tiny_model
@@ -116,7 +117,9 @@ def test_options_and_defaults_are_these() -> None:
     }  # fmt: skip
     parse = cli.build_parser().parse_args
     assert vars(parse(["serve"])) == model | {
-        "command": "serve", "budget": None, "host": "127.0.0.1", "port": 8000, "api_key": None, "served_model_name": None,
+        "command": "serve", "config": None, "budget": None, "host": "127.0.0.1", "port": 8000, "served_model_name": None,
+        "max_body_mib": 4.0, "api_key": [], "api_key_file": None, "cors_origin": [], "max_queue": None,
+        "request_timeout": 600.0, "shutdown_timeout": 30.0, "log_format": "text", "log_prompts": False,
     }  # fmt: skip
     assert vars(parse(["generate", "hi"])) == model | {
         "command": "generate", "prompt": "hi", "budget": None, "max_tokens": 256, "temperature": 0.0, "seed": None,
@@ -202,6 +205,109 @@ def test_the_announcement_has_a_url_and_a_request_to_try() -> None:
     assert "name at http://127.0.0.1:8000 (budget 16" in text
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in text
     assert "Authorization: Bearer" in text
+
+
+# -- configuration file -----------------------------------------------------------------------------------------------
+
+
+def config(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "server.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_a_file_gives_defaults_and_flags_override_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+    monkeypatch.setattr(cli, "_run", lambda options: seen.append(options) or 0)
+    text = """
+        port = 9000
+        budget = 3  # draft nodes
+        dtype = "float32"
+        max_running = 7
+        request-timeout = 12
+        cors-origin = "https://a.example"
+        api-key = ["one", "two"]
+        log-prompts = true
+        cache-gib = 1.5
+    """
+    path = config(tmp_path, text)
+    assert cli.main(["--config", path, "--port", "9001", "--api-key", "three"]) == 0
+    options = seen[0]
+    assert (options.port, options.budget, options.dtype, options.max_running) == (9001, 3, "float32", 7)
+    assert (options.request_timeout, options.cache_gib, options.log_prompts) == (12.0, 1.5, True)
+    assert options.cors_origin == ["https://a.example"]
+    assert options.api_key == ["three"]
+    assert (options.host, options.log_format) == ("127.0.0.1", "text")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bugdet = 3", "there is no option 'bugdet'; the nearest is 'budget'"),
+        ("max_runing = 3", "the nearest is 'max-running'"),
+        ("config = 'other.toml'", "there is no option 'config'"),
+        ("help = true", "there is no option 'help'"),
+        ("command = 'bench'", "there is no option 'command'"),
+        ("port = 'many'", "port = 'many'"),
+        ("port = -1", "too small"),
+        ("port = true", "use a text or a number"),
+        ("max-running = 2.5", "max-running = 2.5"),
+        ("dtype = 'int3'", "choose one of auto, float32"),
+        ("log-prompts = 'yes'", "use true or false"),
+        ("api-key = [['a']]", "use a text or a number"),
+        ("max-running = 1\nmax_running = 2", "given twice"),
+        ("[budget]\nn = 3", "use a text or a number"),
+        ("port = ", "is not TOML"),
+        ("request-timeout = inf", "finite"),
+        ("max-body-mib = 0", "too small"),
+    ],
+)
+def test_what_a_file_says_wrong_is_named(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, "--config", config(tmp_path, text))
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "server.toml" in err
+    assert message in err
+
+
+def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "serve", "--config", str(tmp_path / "none.toml"))
+    assert (status, err.count("\n")) == (2, 1)
+    assert "none.toml cannot be read" in err
+
+
+def test_every_option_but_the_file_itself_can_stand_in_a_file() -> None:
+    parser = argparse.ArgumentParser()
+    cli._add_serve(parser)
+    expected = {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
+    names = {f"--{name}" for action in parser._actions for name in config_file._names(action)}
+    assert names == expected - {"--help", "--config"}
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_come_from_the_command_line_and_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\n  one \n\ntwo\none\n")
+    assert server.read_keys(["zero"], str(path)) == ("zero", "one", "two")
+    assert server.read_keys([], None) == ()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "holds no key"), ("# a\n", "holds no key"), ("a\tb\n", "control")]
+)
+def test_bad_key_files(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        server.read_keys([], str(path))
+    with pytest.raises(ValueError, match="cannot be read"):
+        server.read_keys([], str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="empty"):
+        server.read_keys([" "], None)
 
 
 # -- generate and bench -----------------------------------------------------------------------------------------------

@@ -150,18 +150,19 @@ def test_failed_step_fails_its_requests_and_the_next_one_works() -> None:
 def test_an_engine_beyond_repair_fails_everyone_and_takes_no_more() -> None:
     def explode() -> None:
         if engine.steps == 3:
-            engine.abort = lambda _: 1 // 0  # type: ignore[assignment]
+            engine.abort_all = lambda *_, **__: 1 // 0  # type: ignore[assignment]
             raise RuntimeError("first")
 
     engine = ScriptedEngine(script=lambda _: [1] * 20, before_step=explode)
 
     async def body(service: EngineService) -> None:
         generation = await service.submit([job()])
-        with pytest.raises(GenerationError, match="RuntimeError: first"):
+        with pytest.raises(GenerationError, match="the engine stopped"):
             await texts(generation)
         service.cancel(generation)
         await service.join()
         assert not service.ready
+        assert not service.alive
         with pytest.raises(ApiError) as caught:
             await service.submit([job()])
         assert caught.value.status_code == 503

@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
+from jetflow_serve.config_file import read_config
 from jetflow_serve.demo import GPU_BUDGET, NATIVE_BF16_BUDGET, PLAIN_CPU_BUDGET
 
 DESCRIPTION = """\
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "serve")
     options = build_parser().parse_args(arguments)
     try:
+        if getattr(options, "config", None) is not None:  # the flags are read again, over what the file says
+            options = build_parser(Path(options.config)).parse_args(arguments)
         return _run(options)
     except (ValueError, OSError) as error:
         print(f"jetflow-serve: error: {error}", file=sys.stderr)
@@ -59,14 +63,17 @@ def _write_progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def build_parser(config: Path | None = None) -> argparse.ArgumentParser:
+    """The whole command line; `config` is a file with defaults for `serve`. Raises ValueError for what is wrong in it."""
     parser = argparse.ArgumentParser(
         prog="jetflow-serve", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"jetflow-serve {version('jetflow-serve')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_serve(commands.add_parser("serve", help="an OpenAI-compatible HTTP server (the default)"))
+    serve = commands.add_parser("serve", help="an OpenAI-compatible HTTP server (the default)")
+    _add_serve(serve)
+    if config is not None:
+        serve.set_defaults(**read_config(config, serve))
     _add_generate(commands.add_parser("generate", help="answer one prompt and print the speed-up"))
     _add_bench(commands.add_parser("bench", help="measure budgets over prompts from files"))
     _add_verify(commands.add_parser("verify", help="hold every speculative answer to the one of budget 0"))
@@ -74,14 +81,75 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Serve /v1/chat/completions, /v1/completions, /v1/models, /health; documented at /docs."
+    parser.description = (
+        "Serve /v1/chat/completions and /v1/completions; /health, /ready and /metrics for whoever runs it; documented at /docs. "
+        "SIGTERM or Ctrl-C lets running requests finish, a second one cuts them."
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        help="options from a file, named as the flags are (port = 9000); flags override it",
+    )
     _add_model_options(parser)
     _add_budget(parser)
+    _add_http(parser)
+    _add_load(parser)
+    logs = parser.add_argument_group("logs (on stderr, a line a request)")
+    logs.add_argument("--log-format", choices=["text", "json"], default="text", help="(%(default)s)")
+    logs.add_argument(
+        "--log-prompts", action="store_true", help="the prompts too; without this no line holds any of their text"
+    )
+
+
+def _add_http(parser: argparse.ArgumentParser) -> None:
     http = parser.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one (%(default)s)")
     http.add_argument("--port", type=_at_least(0), default=8000, help="0 picks a free one (%(default)s)")
-    http.add_argument("--api-key", help="require `Authorization: Bearer KEY` under /v1 (none: open)")
-    http.add_argument("--served-model-name", help="the name clients use (the model's own)")
+    http.add_argument("--served-model-name", metavar="NAME", help="the name clients use (the model's own)")
+    http.add_argument(
+        "--max-body-mib", type=_positive, default=4.0, metavar="MIB", help="larger bodies get 413 (%(default)s)"
+    )
+    access = parser.add_argument_group("access (without a key everyone who can connect may use the server)")
+    access.add_argument(
+        "--api-key",
+        nargs="+",
+        default=[],
+        metavar="KEY",
+        help="require `Authorization: Bearer KEY` everywhere but at /health and /ready; other users of the machine can see a "
+        "command line, so rather use:",
+    )
+    access.add_argument("--api-key-file", metavar="FILE", help="keys from a file, one a line")
+    access.add_argument(
+        "--cors-origin",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages whose scripts may call, such as https://example.org; '*': all (none)",
+    )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--max-queue",
+        type=_at_least(1),
+        metavar="N",
+        help="sequences taken, running and waiting; more get 429 (8 times --max-running)",
+    )
+    load.add_argument(
+        "--request-timeout",
+        type=_not_negative,
+        default=600.0,
+        metavar="S",
+        help="seconds a request may take, waiting included; 0: no limit (%(default)s)",
+    )
+    load.add_argument(
+        "--shutdown-timeout",
+        type=_not_negative,
+        default=30.0,
+        metavar="S",
+        help="seconds running requests may go on once the server is told to stop (%(default)s)",
+    )
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +220,8 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    speculation = parser.add_argument_group("speculation")
+    speculation.add_argument(
         "--budget",
         type=_at_least(0),
         metavar="N",
@@ -177,3 +246,19 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _positive(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("0 is too small: use a number above it")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    """An argparse type: a finite number of at least 0."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} does not do: use a finite number of at least 0")
+    return value

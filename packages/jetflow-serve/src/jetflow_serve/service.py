@@ -1,27 +1,35 @@
 """The bridge between an asyncio server and the engine, which runs in one thread of its own.
 
-The event loop talks to the thread through a queue of commands; the thread answers by scheduling callbacks on the loop.
-Nothing else is shared: only the thread touches the engine.
+The event loop talks to the thread through a queue of commands; the thread answers by scheduling callbacks on the loop, one
+a step. Nothing else is shared: only the thread touches the engine, only the loop touches generations and metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jetflow_core.request import Output
 from jetflow_core.sampling import SamplingParams
-from jetflow_serve.errors import bad_request, overloaded, unavailable
+from jetflow_serve.errors import ApiError, bad_request, overloaded, unavailable
+from jetflow_serve.logs import current_request
+from jetflow_serve.metrics import Metrics, Progress
 
 if TYPE_CHECKING:
     from jetflow_core.engine import Engine
 
 log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3  # in a row; from then on the server says that it is not ready
+LONGEST_RETRY_S = 60
+SHUTTING_DOWN = "the server is shutting down"
 
 
 @dataclass(frozen=True)
@@ -32,20 +40,29 @@ class Job:
     params: SamplingParams
 
 
-class GenerationError(Exception):
-    """The engine could not finish a request; the message is fit for the client."""
+class GenerationError(ApiError):
+    """A generation ended before its time; the message is fit for the client, `code` says why in a word."""
+
+    def __init__(self, message: str, status: int = 500, code: str = "generation_failed") -> None:
+        super().__init__(status, message, code=code, headers={"Retry-After": "5"} if status == 503 else None)
 
 
 class Generation:
     """The jobs of one HTTP request: an async iterator of (job index, output) that ends when all jobs have.
 
-    Raises `GenerationError` when a job fails. The owner calls `EngineService.cancel` when it stops reading.
+    Raises `GenerationError` when a job fails or `deadline`, a time of the event loop, passes. The owner calls
+    `EngineService.cancel` when it stops reading.
     """
 
-    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, jobs: Sequence[Job], timeout_s: float | None = None) -> None:
         self.jobs = list(jobs)
+        loop = asyncio.get_running_loop()
         self.accepted: asyncio.Future[None] = loop.create_future()
-        self._loop = loop
+        self.timeout_s = timeout_s
+        self.deadline = None if timeout_s is None else loop.time() + timeout_s
+        started = time.perf_counter()
+        self.progress = [Progress(started) for _ in self.jobs]
+        self.failure: ApiError | None = None
         self._events: asyncio.Queue[tuple[int, Output] | GenerationError] = asyncio.Queue()
         self._open = len(self.jobs)
 
@@ -57,31 +74,53 @@ class Generation:
         """The next output of any job."""
         if self._open == 0:
             raise StopAsyncIteration
-        event = await self._events.get()
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                event = await self._events.get()
+        except TimeoutError:
+            event = self.timed_out()
+        if not isinstance(event, GenerationError) and event[1].error is not None:
+            event = GenerationError(event[1].error)
         if isinstance(event, GenerationError):
             self._open = 0
+            self.failure = event
             raise event
-        if event[1].error is not None:
-            self._open = 0
-            raise GenerationError(event[1].error)
         self._open -= event[1].finish_reason is not None
         return event
 
     def post(self, event: tuple[int, Output] | GenerationError) -> None:
-        """Hand an event to the reader (called by the engine thread)."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        """Hand an event to the reader."""
+        self._events.put_nowait(event)
 
     def answer(self, error: Exception | None) -> None:
-        """Say whether the engine took the jobs (called by the engine thread)."""
-        self._loop.call_soon_threadsafe(self._answer, error)
-
-    def _answer(self, error: Exception | None) -> None:
+        """Say whether the engine took the jobs."""
         if self.accepted.done():  # the reader has gone
             return
         if error is None:
             self.accepted.set_result(None)
         else:
             self.accepted.set_exception(error)
+
+    def timed_out(self) -> GenerationError:
+        """The failure that the passed deadline is."""
+        return GenerationError(f"the request took longer than {self.timeout_s:g} s", 504, "request_timeout")
+
+    def summary(self) -> dict[str, Any]:
+        """What a log line says of it: counts, times in seconds from the request on, τ, and how each sequence ended."""
+        steps = sum(part.target_steps for part in self.progress)
+        tokens = sum(part.completion_tokens for part in self.progress)
+        started = [part for part in self.progress if part.first]
+        fields: dict[str, Any] = {
+            "prompt_tokens": sum(part.prompt_tokens for part in self.progress),
+            "completion_tokens": tokens,
+            "finish": ",".join(part.finish or "none" for part in self.progress),
+        }
+        if started:
+            fields["ttft_s"] = round(min(part.first - part.started for part in started), 4)
+            fields["acceptance_length"] = round(tokens / max(1, steps), 2)
+        if self.failure is not None:
+            fields["error"] = str(self.failure.detail)
+        return fields
 
 
 @dataclass(frozen=True)
@@ -100,62 +139,102 @@ class _Stop:
 
 
 class EngineService:
-    """Runs `engine` in a thread and serves at most `max_requests` sequences at a time, waiting ones included."""
+    """Runs `engine` in a thread and serves at most `max_requests` sequences at a time, waiting ones included.
 
-    def __init__(self, engine: Engine, max_requests: int = 256) -> None:
+    A request may take `request_timeout_s` seconds, waiting included; None: as long as it likes.
+    """
+
+    def __init__(self, engine: Engine, max_requests: int = 256, request_timeout_s: float | None = None) -> None:
         self.engine = engine
         self.max_requests = max_requests
+        self.request_timeout_s = request_timeout_s
         self.open_requests = 0
+        self.metrics = Metrics()
+        self.metrics.watch(lambda: engine.stats)
         self._commands: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
         self._owners: dict[str, tuple[Generation, int]] = {}  # engine request id → its reader; the thread's own
         self._counted: set[Generation] = set()  # generations in `open_requests`; the loop's own
-        self._stopping = False
+        self._mean_s = 1.0  # how long a generation stays, over the last ones
+        self._failed_steps = 0
+        self._refusal: str | None = None  # why no more requests are taken
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="jetflow-engine", daemon=True)
 
     # --- the event loop's side ---
 
     def start(self) -> None:
-        """Start the engine thread."""
+        """Start the engine thread; its outputs come on the running event loop."""
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
-    def ready(self) -> bool:
+    def alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def accepting(self) -> bool:
         """Whether requests are taken."""
-        return self._thread.is_alive() and not self._stopping
+        return self.alive and self._refusal is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests should be sent here: they are taken, and the last steps of the engine did not all fail.
+
+        A server that is not ready for its failures still tries what it is sent; one step that works makes it ready again.
+        """
+        return self.accepting and self._failed_steps < MAX_FAILED_STEPS
 
     async def submit(self, jobs: Sequence[Job]) -> Generation:
         """Queue `jobs`, all or none. The caller must `cancel` the result when it stops reading, finished or not.
 
-        Raises `ApiError`: 400 when the engine refuses a job, 429 when the queue is full, 503 when stopping.
+        Raises `ApiError`: 400 when the engine refuses a job, 429 when the queue is full, 503 when stopping, 504 in time.
         """
         self._check_room(len(jobs))
-        generation = Generation(jobs, asyncio.get_running_loop())
+        generation = Generation(jobs, self.request_timeout_s)
+        if (record := current_request.get()) is not None:
+            record.generation = generation
         self._counted.add(generation)
         self.open_requests += len(jobs)
         self._commands.put(_Add(generation))
         try:
-            if self._stopping:
-                raise GenerationError("the engine stopped")
-            await generation.accepted
+            await self._accepted(generation)
         except BaseException as error:
+            generation.failure = error if isinstance(error, ApiError) else None
             self.cancel(generation)
-            if isinstance(error, ValueError):
-                raise bad_request(str(error)) from error
-            if isinstance(error, GenerationError):
-                raise unavailable(str(error)) from error
             raise
         return generation
 
+    async def _accepted(self, generation: Generation) -> None:
+        try:
+            if self._refusal is not None:  # since the check
+                raise unavailable(self._refusal)
+            async with asyncio.timeout_at(generation.deadline):
+                await generation.accepted
+        except TimeoutError as error:
+            raise generation.timed_out() from error
+        except ValueError as error:
+            raise bad_request(str(error)) from error
+
     def cancel(self, generation: Generation) -> None:
         """Free whatever `generation` still holds; harmless when it has ended or was cancelled before."""
-        if generation in self._counted:
-            self._counted.remove(generation)
-            self.open_requests -= len(generation.jobs)
-            self._commands.put(_Cancel(generation))
+        if generation not in self._counted:
+            return
+        self._counted.remove(generation)
+        self.open_requests -= len(generation.jobs)
+        self._mean_s += (time.perf_counter() - generation.progress[0].started - self._mean_s) / 8
+        reason = "cancelled" if generation.failure is None else generation.failure.body.error.code or "refused"
+        for part in generation.progress:
+            self.metrics.end(part, reason)
+        self._commands.put(_Cancel(generation))
 
-    def stop(self, reason: str = "the server is shutting down") -> None:
+    def drain(self) -> None:
+        """Take no more requests; the running ones go on."""
+        self._refusal = SHUTTING_DOWN
+
+    def stop(self, reason: str = SHUTTING_DOWN) -> None:
         """Take no more requests and fail the running ones with `reason`."""
-        self._stopping = True
+        self._refusal = SHUTTING_DOWN
         self._commands.put(_Stop(reason))
 
     async def join(self) -> None:
@@ -164,14 +243,39 @@ class EngineService:
             await asyncio.to_thread(self._thread.join)
 
     def _check_room(self, count: int) -> None:
-        if not self.ready:
-            raise unavailable("the server is shutting down" if self._stopping else "the engine is not running")
+        if not self.accepting:
+            raise unavailable(self._refusal or "the engine is not running")
         if count > self.max_requests:
             raise bad_request(f"{count} sequences in one request; this server takes at most {self.max_requests}", "n")
         if self.open_requests + count > self.max_requests:
-            raise overloaded(f"the queue is full ({self.open_requests} of {self.max_requests} sequences)")
+            # places come free as fast as generations end
+            retry_s = math.ceil(count * self._mean_s / self.open_requests)
+            message = f"the queue is full ({self.open_requests} of {self.max_requests} sequences)"
+            raise overloaded(message, min(max(1, retry_s), LONGEST_RETRY_S))
+
+    def _deliver(self, outputs: Sequence[tuple[Generation, int, Output]], now: float, seconds: float | None) -> None:
+        """Count what a step gave and hand it to the readers; `seconds` None: the step failed."""
+        if seconds is None:
+            self._failed_steps += 1
+            self.metrics.failures.inc()
+        else:
+            self._failed_steps = 0
+            self.metrics.step.observe(seconds)
+        for generation, index, output in outputs:
+            if generation in self._counted:
+                self.metrics.output(generation.progress[index], output, now)
+                generation.post((index, output))
+
+    def _fail(self, failed: Sequence[Generation], error: GenerationError) -> None:
+        for generation in failed:
+            generation.post(error)
 
     # --- the engine thread's side ---
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run `function` on the event loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *arguments)
 
     def _run(self) -> None:
         try:
@@ -180,11 +284,11 @@ class EngineService:
                     self._step()
         except Exception as error:  # not even aborting works: no request can be served any more
             log.exception("the engine thread ended")
-            self._stopping = True  # before the last look at the commands: `submit` checks it after adding one
-            reason = f"the engine stopped: {type(error).__name__}: {error}"
-            for generation in self._readers():
-                generation.post(GenerationError(reason))
-            self._refuse_waiting(reason)
+            reason = f"the engine stopped: {_named(error)}"
+            self._refusal = reason  # before the last look at the commands: `submit` checks it after adding one
+            failure = GenerationError(reason, 503, "unavailable")
+            self._call(self._fail, self._readers(), failure)
+            self._refuse_waiting(failure)
 
     def _obey(self) -> bool:
         """Carry out waiting commands, blocking while the engine is idle. False: the thread ends."""
@@ -196,8 +300,9 @@ class EngineService:
                 return True
             block = False
             if isinstance(command, _Stop):
-                self._fail_all(command.reason)
-                self._refuse_waiting(command.reason)
+                failure = GenerationError(command.reason, 503, "shutting_down")
+                self._fail_all(failure)
+                self._refuse_waiting(failure)
                 return False
             if isinstance(command, _Add):
                 self._add(command.generation)
@@ -213,13 +318,13 @@ class EngineService:
             answer = error
             if not isinstance(error, ValueError):
                 log.exception("the engine failed to take a request")
-                answer = GenerationError(f"the engine failed to take the request: {type(error).__name__}: {error}")
+                answer = GenerationError(f"the engine failed to take the request: {_named(error)}")
             try:
                 self._abort(generation)
             finally:
-                generation.answer(answer)
+                self._call(generation.answer, answer)
         else:
-            generation.answer(None)
+            self._call(generation.answer, None)
 
     def _abort(self, generation: Generation) -> None:
         for request_id in [key for key, owner in self._owners.items() if owner[0] is generation]:
@@ -227,32 +332,41 @@ class EngineService:
             self.engine.abort(request_id)
 
     def _step(self) -> None:
+        """One step; one that fails ends the requests that took part in it, those that wait go on."""
+        started = time.perf_counter()
+        failed = False
         try:
             outputs = self.engine.step()
         except Exception as error:
             log.exception("a step of the engine failed")
-            self._fail_all(f"the engine failed while generating: {type(error).__name__}: {error}")
-            return
+            failed = True
+            outputs = self.engine.abort_all(f"the engine failed while generating: {_named(error)}", waiting=False)
+        now = time.perf_counter()
+        owned: list[tuple[Generation, int, Output]] = []
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is None:  # cancelled since
                 continue
             if output.finish_reason is not None or output.error is not None:
                 del self._owners[output.request_id]
-            owner[0].post((owner[1], output))
+            owned.append((*owner, output))
+        self._call(self._deliver, owned, now, None if failed else now - started)
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, failure: GenerationError) -> None:
         failed = self._readers()
-        for generation in failed:  # all are told before the engine is touched again
-            generation.post(GenerationError(reason))
+        self._call(self._fail, failed, failure)  # all are told before the engine is touched again
         for generation in failed:
             self._abort(generation)
 
     def _readers(self) -> list[Generation]:
         return list({owner[0]: None for owner in self._owners.values()})
 
-    def _refuse_waiting(self, reason: str) -> None:
+    def _refuse_waiting(self, failure: GenerationError) -> None:
         while not self._commands.empty():
             command = self._commands.get()
             if isinstance(command, _Add):
-                command.generation.answer(GenerationError(reason))
+                self._call(command.generation.answer, failure)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
