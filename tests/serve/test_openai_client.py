@@ -127,7 +127,7 @@ def test_extra_sampling_options(client: openai.OpenAI) -> None:
 
 def test_errors_arrive_as_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="presence_penalty") as caught:
-        ask(client, presence_penalty=1)
+        ask(client, presence_penalty=3)
     assert caught.value.param == "presence_penalty"
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "x"}])

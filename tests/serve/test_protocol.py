@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from jetflow_serve.errors import ApiError, from_validation
 from jetflow_serve.protocol import ChatRequest, CompletionRequest
@@ -15,7 +15,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"prompt": "hi"}
 
 
-def refused(schema: type[ChatRequest] | type[CompletionRequest], body: dict[str, Any]) -> ApiError:
+def refused(schema: type[BaseModel], body: dict[str, Any]) -> ApiError:
     with pytest.raises(ValidationError) as caught:
         schema.model_validate(body)
     error = from_validation(caught.value.errors())
@@ -26,12 +26,18 @@ def refused(schema: type[ChatRequest] | type[CompletionRequest], body: dict[str,
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"-5": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {"5": True}),
+        ("logprobs", 1),
         ("top_logprobs", 3),
+        ("top_logprobs", 21),
+        ("separate_reasoning", "yes"),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("parallel_tool_calls", False),
@@ -44,9 +50,9 @@ def refused(schema: type[ChatRequest] | type[CompletionRequest], body: dict[str,
         ("reasoning_effort", "high"),
         ("web_search_options", {}),
         ("store", True),
-        ("metadata", {"a": "b"}),
+        ("metadata", {"a": 1}),
+        ("verbosity", "high"),
         ("service_tier", "flex"),
-        ("best_of", 1),
         ("no_such_field", 1),
         ("temperature", -0.1),
         ("temperature", 2.1),
@@ -66,11 +72,16 @@ def refused(schema: type[ChatRequest] | type[CompletionRequest], body: dict[str,
         ("stop", ["a", "b", "c", "d", "e"]),
         ("stop_token_ids", [-1]),
         ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", "5"),
         ("max_completion_tokens", 0),
         ("min_tokens", -1),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
+        ("echo", True),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("prompt", "x"),
         ("messages", []),
         ("messages", "hi"),
         ("model", 5),
@@ -90,8 +101,9 @@ def test_chat_refuses(field: str, value: Any) -> None:
         ({"role": "user", "content": 5}, "messages.0.content"),
         ({"role": "user", "content": []}, "messages.0.content"),
         ({"role": "user", "content": "x", "mood": "good"}, "messages.0.mood"),
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": ""}}]},
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
          "messages.0.tool_calls"),
+        ({"role": "user", "content": "x", "reasoning_content": "y"}, "messages.0.reasoning_content"),
         ({"role": "user", "content": "x", "tool_call_id": "1"}, "messages.0.tool_call_id"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "messages.0.refusal"),
     ],
@@ -99,6 +111,13 @@ def test_chat_refuses(field: str, value: Any) -> None:
 def test_message_refusals_name_the_field(message: dict[str, Any], param: str) -> None:
     error = refused(ChatRequest, {"messages": [message]})
     assert error.body.error.param == param
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "null", '"{}"', "[" * 5000, '{"a":' * 70 + "1" + "}" * 70])
+def test_arguments_of_earlier_calls_are_json_objects(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    error = refused(ChatRequest, {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert error.body.error.param == "messages.0.tool_calls.0.function.arguments"
 
 
 def test_image_parts_are_refused_by_type() -> None:
@@ -117,7 +136,10 @@ NEUTRAL = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "store": False,
-    "metadata": {},
+    "metadata": {"run": "7"},
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "verbosity": "medium",
     "service_tier": "auto",
     "user": "somebody",
     "functions": [],
@@ -130,20 +152,38 @@ def test_neutral_values_are_taken() -> None:
     CompletionRequest.model_validate(TEXT | {"echo": False, "suffix": None, "logprobs": None, "best_of": 2, "n": 2})
 
 
+def test_stream_options() -> None:
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    ChatRequest.model_validate(CHAT | {"stream": True, "stream_options": usage})
+    error = refused(ChatRequest, CHAT | {"stream": True, "stream_options": usage | {"include_usage": False}})
+    assert error.body.error.param == "stream_options.continuous_usage_stats"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("echo", True),
+        ("echo", 1),
         ("suffix", "end"),
-        ("logprobs", 1),
-        ("logprobs", 0),
-        ("best_of", 3),
+        ("logprobs", True),
+        ("logprobs", 21),
+        ("top_logprobs", 1),
+        ("best_of", 0),
+        ("best_of", 129),
+        ("response_format", {"type": "text"}),
         ("messages", []),
         ("tools", []),
     ],
 )
 def test_completion_refuses(field: str, value: Any) -> None:
     assert refused(CompletionRequest, TEXT | {field: value}).body.error.param == field
+
+
+def test_best_of_is_not_less_than_n_nor_more_in_a_stream() -> None:
+    assert CompletionRequest.model_validate(TEXT | {"best_of": 3}).candidates() == 3
+    assert CompletionRequest.model_validate(TEXT | {"n": 3}).candidates() == 3
+    assert refused(CompletionRequest, TEXT | {"best_of": 2, "n": 3}).body.error.param == "best_of"
+    assert refused(CompletionRequest, TEXT | {"best_of": 3, "n": 2, "stream": True}).body.error.param == "best_of"
+    CompletionRequest.model_validate(TEXT | {"best_of": 2, "n": 2, "stream": True})
 
 
 @pytest.mark.parametrize("prompt", [None, [], [[]], [["a"]], [1, "a"], [-1], [1.5], [True], {"a": 1}, 5, [[1], "a"]])
@@ -183,5 +223,5 @@ def test_lone_surrogates_do_not_break_the_error() -> None:
 
 def test_schema_names_the_neutral_values() -> None:
     schema = ChatRequest.model_json_schema()["properties"]
-    assert schema["presence_penalty"]["enum"] == [0, None]
+    assert schema["store"]["enum"] == [False, None]
     assert ChatRequest.model_json_schema()["additionalProperties"] is False

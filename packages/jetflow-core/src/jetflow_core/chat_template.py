@@ -21,6 +21,7 @@ class ChatTemplate:
     Attributes:
         variables: names it reads from outside, e.g. "messages", "tools", "enable_thinking".
         words: the attribute names and text constants in it: what it knows of roles and message fields.
+        thinks: whether it writes or reads `<think>` blocks.
     """
 
     def __init__(self, source: str) -> None:
@@ -33,6 +34,7 @@ class ChatTemplate:
         except Exception as error:  # any parser or compiler failure is the template's fault
             raise ValueError(f"chat template cannot be used: {type(error).__name__}: {error}") from None
         constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        self.thinks = "</think>" in source or "<think>" in source
         self.words = frozenset(constants | {node.attr for node in tree.find_all(nodes.Getattr)})
 
     def render(

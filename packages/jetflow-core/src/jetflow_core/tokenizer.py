@@ -15,6 +15,7 @@ from jetflow_core.chat_template import ChatTemplate, Message, prepare_messages
 from jetflow_core.config_fields import Fields, read_json
 from jetflow_core.model_config import ModelConfig
 from jetflow_core.tensor_source import CheckpointError
+from jetflow_core.token_bytes import TokenBytes
 
 _PRIVATE = range(0xF0000, 0xFFF00, 0x100)  # supplementary private-use characters, in blocks
 REPLACEMENT = "\ufffd"
@@ -88,6 +89,14 @@ class Tokenizer:
         """The text of `ids`; ids beyond `size` have none, bytes that are no character become U+FFFD."""
         return self._inner.decode(list(ids), skip_special_tokens=skip_special)
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for, control tokens spelled out; they need not be whole characters."""
+        return self._token_bytes(token)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes(self._inner)
+
     # -- chat ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -99,6 +108,11 @@ class Tokenizer:
     def template_variables(self) -> frozenset[str]:
         """Names the chat template reads, e.g. "tools" and "enable_thinking"; empty without a template."""
         return frozenset() if self._template is None else self._template.variables
+
+    @property
+    def template_thinks(self) -> bool:
+        """Whether the chat template knows `<think>` blocks, so that answers may begin with one."""
+        return self._template is not None and self._template.thinks
 
     def apply_chat_template(
         self,

@@ -106,7 +106,7 @@ def _is_tag(part: Any) -> bool:
 
 
 def _top(loc: Sequence[Any]) -> Any:
-    return next((part for part in loc if part != "body"), None)
+    return next((part for part in loc if part != "body" and not _is_tag(part)), None)
 
 
 def _type_of(status: int) -> str:

@@ -6,21 +6,28 @@ which spell out defaults work.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, LiteralString
+from typing import Annotated, Any, Literal, LiteralString, cast
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from jetflow_core.logprobs import MAX_TOP
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]  # JSON has no other keys than strings
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1)]
 
 
@@ -62,6 +69,18 @@ def _require_shallow(value: dict[str, Any]) -> dict[str, Any]:
     raise PydanticCustomError("invalid_value", "it is nested deeper than {limit} levels", {"limit": MAX_DEPTH})
 
 
+def _require_object(text: str) -> str:
+    """Refuse what is not the text of a JSON object: templates read tool calls' arguments as objects."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("invalid_value", "it must be the text of a JSON object")
+    _require_shallow(cast("dict[str, Any]", value))
+    return text
+
+
 MAX_DEPTH = 64
 JsonObject = Annotated[dict[str, Any], AfterValidator(_require_shallow)]
 
@@ -73,10 +92,17 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """Options of a streamed answer."""
+    """Options of a streamed answer: usage in a last event without choices, or in every event."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Annotated[Any, Only((False,))] = None
+
+    @model_validator(mode="after")
+    def _continuous_needs_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise _fault("continuous_usage_stats", "it may be true only when 'include_usage' is")
+        return self
 
 
 class ResponseFormat(Strict):
@@ -99,16 +125,20 @@ class GenerationRequest(Strict):
     n: int | None = Field(None, ge=1, le=128)
     stop: StopText | Annotated[list[StopText], Field(max_length=4)] | None = None
     stop_token_ids: list[TokenId] | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
-    user: str | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[TokenKey, Bias] | None = None
 
-    presence_penalty: Annotated[Any, Only((0,))] = None
-    frequency_penalty: Annotated[Any, Only((0,))] = None
-    repetition_penalty: Annotated[Any, Only((1,))] = None
-    logit_bias: Annotated[Any, Only(({},))] = None
-    metadata: Annotated[Any, Only(({},))] = None
+    # Nothing in the answer depends on these; nothing is stored.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+
     store: Annotated[Any, Only((False,))] = None
     service_tier: Annotated[Any, Only(("auto", "default"))] = None
 
@@ -136,7 +166,7 @@ class FunctionCall(Strict):
     """A call the assistant made earlier: a name and its arguments as JSON text."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_require_object)]
 
 
 class ToolCall(Strict):
@@ -152,6 +182,7 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -165,8 +196,9 @@ class Message(Strict):
     def _role_and_fields_agree(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise _fault("content", "it is missing")
-        if self.tool_calls and self.role != "assistant":
-            raise _fault("tool_calls", "only an assistant message has it")
+        for name in ("tool_calls", "reasoning_content"):
+            if getattr(self, name) and self.role != "assistant":
+                raise _fault(name, "only an assistant message has it")
         if self.tool_call_id is not None and self.role != "tool":
             raise _fault("tool_call_id", "only a tool message has it")
         return self
@@ -196,10 +228,11 @@ class ChatRequest(GenerationRequest):
     tools: list[Tool] | None = None
     tool_choice: Annotated[Any, Only(("none", "auto"))] = None
     chat_template_kwargs: JsonObject | None = None
+    separate_reasoning: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     response_format: ResponseFormat | None = None
 
-    logprobs: Annotated[Any, Only((False,))] = None
-    top_logprobs: Annotated[Any, Only((0,))] = None
     parallel_tool_calls: Annotated[Any, Only((True,))] = None
     modalities: Annotated[Any, Only((["text"],))] = None
     audio: Annotated[Any, Only(())] = None
@@ -208,6 +241,19 @@ class ChatRequest(GenerationRequest):
     function_call: Annotated[Any, Only(("none",))] = None
     reasoning_effort: Annotated[Any, Only(())] = None
     web_search_options: Annotated[Any, Only(())] = None
+    verbosity: Annotated[Any, Only(("medium",))] = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _fault("top_logprobs", "it may be given only when 'logprobs' is true")
+        return self
+
+    @model_validator(mode="after")
+    def _an_answer_has_tokens(self) -> ChatRequest:
+        if self.max_tokens == 0:
+            raise _fault("max_tokens", "a chat answer has at least 1 token")
+        return self
 
     @model_validator(mode="after")
     def _one_token_limit(self) -> ChatRequest:
@@ -229,17 +275,26 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
-    best_of: int | None = None
+    best_of: int | None = Field(None, ge=1, le=128)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+    echo: bool | None = None
 
-    logprobs: Annotated[Any, Only(())] = None
-    echo: Annotated[Any, Only((False,))] = None
     suffix: Annotated[Any, Only(("",))] = None
 
     @model_validator(mode="after")
-    def _best_of_is_n(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _fault("best_of", "a value other than that of 'n' is not supported by this server")
+    def _best_of_has_a_choice(self) -> CompletionRequest:
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise _fault("best_of", "it may not be less than 'n'")
+        if self.best_of is not None and self.best_of > n and self.stream:
+            raise _fault(
+                "best_of", "the best answers are known only at the end: it cannot be more than 'n' in a stream"
+            )
         return self
+
+    def candidates(self) -> int:
+        """Answers drawn for every prompt, of which the n best are returned."""
+        return self.best_of or self.n or 1
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one entry each."""
@@ -248,3 +303,39 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt[0], int):
             return [[token for token in self.prompt if isinstance(token, int)]]
         return [part for part in self.prompt if not isinstance(part, int)]
+
+
+class ChatTokenizeRequest(Strict):
+    """Body of `POST /tokenize` for a conversation."""
+
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: JsonObject | None = None
+
+
+class TextTokenizeRequest(Strict):
+    """Body of `POST /tokenize` for a text, in which control tokens count."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+
+
+def _tokenize_kind(body: Any) -> str:
+    return "Chat" if isinstance(body, dict) and "messages" in body else "Text"
+
+
+# Told apart by a field, so that an error names a field of what was meant.
+TokenizeRequest = Annotated[
+    Annotated[ChatTokenizeRequest, Tag("Chat")] | Annotated[TextTokenizeRequest, Tag("Text")],
+    Discriminator(_tokenize_kind),
+]
+
+
+class DetokenizeRequest(Strict):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
