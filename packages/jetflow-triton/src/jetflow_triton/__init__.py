@@ -4,6 +4,7 @@ from jetflow_triton.activation import silu_mul
 from jetflow_triton.attention import tree_attention
 from jetflow_triton.checks import debug_checks
 from jetflow_triton.kv import kv_move, kv_write
+from jetflow_triton.linear import linear
 from jetflow_triton.moe import moe_experts, moe_route
 from jetflow_triton.norm import add_rms_norm, rms_norm
 from jetflow_triton.rope import qk_norm_rope
@@ -13,6 +14,7 @@ __all__ = [
     "debug_checks",
     "kv_move",
     "kv_write",
+    "linear",
     "moe_experts",
     "moe_route",
     "qk_norm_rope",

@@ -1,0 +1,27 @@
+"""Launches of the kernels between a hidden state and a token at production shapes, on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from kernel_configurations import BF16, FP16, FP32, meta
+from torch import Tensor
+
+from jetflow_triton.kernels import linear as linear_kernels
+
+PRODUCTS = {"linear_kernel"}
+"""Kernels whose products belong on the tensor cores."""
+
+
+def linear(tokens: int, width: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    return linear_kernels.linear(meta(tokens, width, dtype=dtype), meta(columns, width, dtype=dtype), None)
+
+
+CONFIGURATIONS: dict[str, Callable[[], object]] = {
+    "linear, 8B, qkv": lambda: linear(64, 4096, 6144),
+    "linear, 8B, gate and up": lambda: linear(64, 4096, 24576),
+    "linear, 8B, down, fp16": lambda: linear(1, 12288, 4096, FP16),
+    "linear, 30B-A3B, qkv, prefill": lambda: linear(4096, 2048, 5120),
+    "linear, 8B, o, fp32": lambda: linear(64, 4096, 4096, FP32),
+}
