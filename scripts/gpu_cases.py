@@ -1,0 +1,310 @@
+"""What `gpu_check.py` compares: for each op arguments on the CPU, its twin, and how far the kernel may be off."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "triton"))
+
+import kernel_reference as reference
+
+import jetflow_triton as ops
+from jetflow_triton import activation, attention, kv, moe, norm, rope
+from jetflow_triton.linear import linear_twin
+from jetflow_triton.roofline import Model
+
+TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5}
+"""Absolute and relative, of results of order 1: a few units in the last place of the dtype."""
+
+ROWS = (1, 2, 7, 16, 33, 300)
+"""Row counts at which a row must have the same bits."""
+
+CHECKED = Model("checked", 1024, 2, 8, 2, 128, 768, 5000, 32, 4)
+TINY = Model("tiny", 64, 2, 4, 2, 16, 48, 200, 8, 2)
+TINY_DENSE = Model("tiny dense", 64, 2, 4, 2, 16, 96, 200)
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One op: how its arguments are made, and what is asked of its results."""
+
+    twin: Callable[..., Any]
+    build: Callable[[Model, int, torch.dtype], Arguments]  # on the CPU, for a number of rows
+    factor: float = 1.0  # of the dtype's tolerance; 0: the same bits
+    wide: bool = False  # results are float32 whatever the dtype, and held to its tolerance
+    rows: tuple[int, ...] = ()  # arguments that have a row a token: a row's result must not depend on the others
+    gradients: tuple[int, ...] = ()  # arguments whose gradients are compared too
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison; `run` returns the error, of which `allowed` is all right."""
+
+    name: str
+    allowed: float
+    run: Callable[[], float]
+
+
+def normal(dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+    """Normal values, drawn in float32."""
+    return (torch.randn(*shape) * scale).to(dtype)
+
+
+def heads_of(model: Model, rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k and v as views of one fused projection."""
+    fused = normal(dtype, rows, model.heads + 2 * model.kv_heads, model.width)
+    return fused.split((model.heads, model.kv_heads, model.kv_heads), 1)
+
+
+def build_norm(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    return normal(dtype, rows, model.hidden), torch.rand(model.hidden).to(dtype), 1e-6
+
+
+def build_add_norm(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    x, weight, eps = build_norm(model, rows, dtype)
+    return x, normal(dtype, rows, model.hidden), weight, eps
+
+
+def build_rope(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    q, k, _ = heads_of(model, rows, dtype)
+    gains = torch.rand(2, model.width).to(dtype)
+    angles = torch.randn(512, model.width // 2)
+    return q, k, torch.randint(0, 512, (rows,)), torch.cat((angles.cos(), angles.sin()), 1), *gains, 1e-6
+
+
+def build_write(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    _, k, v = heads_of(model, rows, dtype)
+    blocks = -(-rows // 16) + 1
+    slots = torch.randperm(blocks * 16)[:rows]
+    slots[rows // 2] = -1
+    return k, v, *torch.zeros(2, blocks, 16, model.kv_heads, model.width, dtype=dtype), slots
+
+
+def build_move(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    blocks = -(-rows // 16) + 1
+    cache = normal(dtype, model.layers, 2, blocks, 16, model.kv_heads, model.width)
+    source, target = torch.randperm(blocks * 16)[:rows], torch.randperm(blocks * 16)[:rows]
+    target[rows // 2] = -1
+    return cache, source, target
+
+
+def build_linear(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    weight = normal(dtype, 3 * model.hidden + 8, model.hidden, scale=model.hidden**-0.5)
+    return normal(dtype, rows, model.hidden), weight, normal(dtype, weight.shape[0])
+
+
+def build_route(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    return normal(dtype, rows, model.experts), model.top_k, True
+
+
+def build_experts(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    gate_up = normal(dtype, model.experts, 2 * model.inner, model.hidden, scale=model.hidden**-0.5)
+    down = normal(dtype, model.experts, model.hidden, model.inner, scale=model.inner**-0.5)
+    routed = moe.moe_route_twin(torch.randn(rows, model.experts), model.top_k, True)
+    return normal(dtype, rows, model.hidden), gate_up, down, *routed
+
+
+SPECS: dict[str, Spec] = {
+    "rms_norm": Spec(norm.rms_norm_twin, build_norm, rows=(0,), gradients=(0, 1)),
+    "add_rms_norm": Spec(norm.add_rms_norm_twin, build_add_norm, rows=(0, 1), gradients=(0, 1, 2)),
+    "silu_mul": Spec(
+        activation.silu_mul_twin,
+        lambda model, rows, dtype: (normal(dtype, rows, 2 * model.inner),),
+        rows=(0,),
+        gradients=(0,),
+    ),
+    "qk_norm_rope": Spec(rope.qk_norm_rope_twin, build_rope, 4, rows=(0, 1, 2), gradients=(0, 1, 4, 5)),
+    "kv_write": Spec(kv.kv_write_twin, build_write, 0),
+    "kv_move": Spec(kv.kv_move_twin, build_move, 0),
+    "linear": Spec(linear_twin, build_linear, rows=(0,)),
+    "moe_route": Spec(moe.moe_route_twin, build_route, wide=True, rows=(0,)),
+    "moe_experts": Spec(moe.moe_experts_twin, build_experts, 2, rows=(0, 3, 4)),
+}
+
+OPS = ("tree_attention", *sorted(SPECS, key=lambda op: not op.startswith(("moe", "linear"))))
+"""All ops, those that take longest first."""
+
+
+def cases(op: str, model: Model, dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """All comparisons of an op in one dtype."""
+    if op == "tree_attention":
+        yield from attention_cases(model, dtype, device)
+        return
+    spec = SPECS[op]
+    tolerance = spec.factor * TOLERANCE[torch.float32 if spec.wide else dtype]
+    for rows in (1, 40, 600):
+        yield Case(f"{rows} rows", tolerance, partial(against_twin, op, spec, model, rows, dtype, device))
+    if spec.rows:
+        exact = 0.0 if device == "cuda" else tolerance  # the kernels promise the same bits, not all twins do
+        yield Case("a row at any number of rows", exact, partial(row_invariance, op, spec, model, dtype, device))
+    if spec.gradients:
+        yield Case("gradients", 4 * tolerance, partial(gradients, op, spec, model, dtype, device))
+
+
+def against_twin(op: str, spec: Spec, model: Model, rows: int, dtype: torch.dtype, device: str) -> float:
+    """The op on the device against its twin on the CPU."""
+    return compare(getattr(ops, op), spec.twin, spec.build(model, rows, dtype), device)
+
+
+def compare(op: Callable[..., Any], twin: Callable[..., Any], args: Arguments, device: str) -> float:
+    """The largest error; of an op that returns nothing, in the arguments that it writes to."""
+    moved = to_device(args, device)
+    results = op(*moved)
+    expected = twin(*args)
+    if expected is None:
+        results, expected = moved, args
+    return max(errors_of(results, expected))
+
+
+def errors_of(results: Any, expected: Any) -> Iterator[float]:
+    """The error of each tensor of a result."""
+    if isinstance(expected, Tensor):
+        results, expected = (results,), (expected,)
+    for result, wanted in zip(results, expected, strict=True):
+        if isinstance(wanted, Tensor):
+            yield error_of(result.cpu(), wanted)
+
+
+def error_of(result: Tensor, wanted: Tensor) -> float:
+    """`max |result − wanted| / (1 + |wanted|)`; integers are right or infinitely wrong, and so are NaN and shapes."""
+    if result.shape != wanted.shape or result.dtype is not wanted.dtype:
+        return float("inf")
+    if torch.equal(result, wanted):
+        return 0.0
+    if not wanted.is_floating_point():
+        return float("inf")
+    result, wanted = result.double(), wanted.double()
+    wrong = torch.where(result == wanted, 0.0, (result - wanted).abs() / (1 + wanted.abs()))
+    return float(wrong.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+
+
+def row_invariance(op: str, spec: Spec, model: Model, dtype: torch.dtype, device: str) -> float:
+    """A row computed among fewer others, at the same place and at another one, against the row among all."""
+    args = to_device(spec.build(model, ROWS[-1], dtype), device)
+    call = getattr(ops, op)
+    everything = as_tuple(call(*args))
+    worst = 0.0
+    for rows in ROWS:
+        for part in (slice(0, rows), slice(ROWS[-1] - rows, None)):
+            some = call(*(arg[part] if i in spec.rows else arg for i, arg in enumerate(args)))
+            wanted = tuple(whole[part].cpu() for whole in everything)
+            worst = max(worst, *errors_of(as_tuple(some), wanted))
+    return worst
+
+
+def gradients(op: str, spec: Spec, model: Model, dtype: torch.dtype, device: str) -> float:
+    """Gradients of the sum of the results' sines, on the device and through the twin."""
+    args = spec.build(model, 33, dtype)
+
+    def backward(call: Callable[..., Any], args: Arguments) -> tuple[Tensor, ...]:
+        wanted = [args[i].detach().requires_grad_() for i in spec.gradients]
+        given = [wanted[spec.gradients.index(i)] if i in spec.gradients else arg for i, arg in enumerate(args)]
+        results = as_tuple(call(*given))
+        loss = torch.stack([part.float().sin().sum() for part in results]).sum()
+        return torch.autograd.grad(loss, wanted)
+
+    results = backward(getattr(ops, op), to_device(args, device))
+    return max(errors_of(results, backward(spec.twin, args)))
+
+
+def attention_cases(model: Model, dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Widths, page sizes, trees and chains, groups of heads, a window; and that a sequence does not feel its neighbours."""
+    tolerance = TOLERANCE[dtype]
+    shapes = [
+        Shape(model.heads, model.kv_heads, width, page, masked)
+        for width in ((64, 80, 96, 128, 256) if model.width >= 64 else (model.width,))
+        for page, masked in ((16, True), (256, False))
+    ]
+    shapes += [
+        Shape(32, 4, model.width, 64, True),
+        Shape(6, 2, model.width, 16, True),
+        Shape(model.heads, model.kv_heads, model.width, 16, True, window=50),
+    ]
+    for shape in shapes:
+        yield Case(str(shape), tolerance, partial(attention_error, model, shape, dtype, device))
+    blind = Shape(model.heads, model.kv_heads, model.width, 16, True)
+    yield Case(
+        "a query that sees nothing", tolerance, partial(attention_error, model, blind, dtype, device, blind=True)
+    )
+    yield Case("neighbours", 0.0, partial(attention_alone, model, dtype, device))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the attention kernel is compiled for."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    page: int
+    masked: bool
+    window: int | None = None
+
+    def __str__(self) -> str:
+        kind = "trees" if self.masked else "chains"
+        window = f", window {self.window}" if self.window else ""
+        return f"{kind}, {self.heads}/{self.kv_heads} heads of {self.width}, page {self.page}{window}"
+
+
+def ragged(model: Model, shape: Shape, dtype: torch.dtype) -> reference.Ragged:
+    """Trees of every kind in one batch: large, one node, none, without a prefix, across a split's border."""
+    generator = torch.Generator().manual_seed(shape.width)
+    large = model.width >= 64
+    counts, prefixes = ([64, 1, 0, 7, 130], [1500, 600, 20, 0, 513]) if large else ([9, 1, 0, 3], [40, 16, 2, 0])
+    trees = [reference.random_parents(n, generator) if n else [] for n in counts]
+    return reference.random_call(
+        trees,
+        prefixes,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        width=shape.width,
+        page=shape.page,
+        dtype=dtype,
+        masked=shape.masked,
+        window=shape.window,
+    )
+
+
+def attention_error(model: Model, shape: Shape, dtype: torch.dtype, device: str, *, blind: bool = False) -> float:
+    call = ragged(model, shape, dtype)
+    if blind:  # the last node of the batch: no prefix, not even itself
+        call.prefix_lens[-1], call.tree_mask[-1] = 0, 0
+    return compare(ops.tree_attention, attention.tree_attention_twin, call.args(), device)
+
+
+def attention_alone(model: Model, dtype: torch.dtype, device: str) -> float:
+    call = ragged(model, Shape(model.heads, model.kv_heads, model.width, 16, True), dtype)
+    call = reference.Ragged(*to_device(call.args(), device))
+    together = ops.tree_attention(*call.args()).cpu()
+    worst = 0.0
+    for b, (first, last) in enumerate(pairwise(call.query_start.tolist())):
+        if last > first:
+            worst = max(worst, error_of(ops.tree_attention(*call.alone(b).args()).cpu(), together[first:last]))
+    return worst
+
+
+def as_tuple(results: Any) -> tuple[Tensor, ...]:
+    """One result or several, as several."""
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+def to_device(args: Arguments, device: str) -> Arguments:
+    """The arguments, tensors copied (ops may write to them), views of a larger tensor still views of one."""
+    return tuple(copied(arg, device) if isinstance(arg, Tensor) else arg for arg in args)
+
+
+def copied(x: Tensor, device: str) -> Tensor:
+    """`x` with its strides and whatever lies between its rows."""
+    storage = x.untyped_storage()
+    flat = torch.empty(0, dtype=x.dtype).set_(storage, 0, (storage.nbytes() // x.itemsize,))
+    return flat.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
