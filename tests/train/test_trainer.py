@@ -15,7 +15,8 @@ from jetflow_core.head import DraftHead
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, is_held_out, spread
 from jetflow_train.features import build_features
-from jetflow_train.heads import head_config, new_head, target_tables
+from jetflow_train.heads import head_config, new_head, target_tables, training_dtype
+from jetflow_train.masters import MasterWeights
 from jetflow_train.terminal import Bars
 from jetflow_train.trainer import STEPS_PER_LOG, Trainer, learning_rate
 
@@ -26,16 +27,18 @@ ROWS = spread(tiny_rows(12))
 def trainer(folder: Path, options: HeadOptions, rows: list[Row] = ROWS) -> Trainer:
     config = head_config(MODEL, options)
     store = build_features(folder / "features", MODEL, rows, config.target_layer_ids, options.teacher_top)
-    head = new_head(MODEL, config, rows, options.seed)
-    return Trainer(head, target_tables(MODEL), store, rows, replace(options, output=str(folder / "run")))
+    dtype = training_dtype(options.dtype, MODEL.embed.device)
+    head = new_head(MODEL, config, rows, options.seed, dtype)
+    return Trainer(head, target_tables(MODEL, dtype), store, rows, replace(options, output=str(folder / "run")))
 
 
 def weights(trained: Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in trained.head.named_parameters() if p.requires_grad}
 
 
-def test_the_loss_falls_and_the_metrics_say_so(tmp_path: Path) -> None:
-    run = trainer(tmp_path, tiny_options(steps=4 * STEPS_PER_LOG, blocks=16, learning_rate=5e-3))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_falls_and_the_metrics_say_so(tmp_path: Path, dtype: str) -> None:
+    run = trainer(tmp_path, tiny_options(steps=4 * STEPS_PER_LOG, blocks=16, learning_rate=5e-3, dtype=dtype))
     run.run()
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
@@ -46,8 +49,9 @@ def test_the_loss_falls_and_the_metrics_say_so(tmp_path: Path) -> None:
     assert len(final["held_out"]["conditional_accuracy"]) == 4
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    options = tiny_options(steps=14)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path, dtype: str) -> None:
+    options = tiny_options(steps=14, dtype=dtype)
     straight = trainer(tmp_path / "a", options)
     straight.run()
     interrupted = trainer(tmp_path / "b", options)
@@ -80,6 +84,29 @@ def test_the_exported_head_loads_and_scores_alike(tmp_path: Path) -> None:
     torch.testing.assert_close(
         loaded.condition(hidden, previous), run.head.condition(hidden, previous), rtol=0.05, atol=0.02
     )
+
+
+def test_updates_below_the_rounding_step_add_up() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    masters = MasterWeights({"p": parameter})
+    optimizer = torch.optim.SGD(masters.named.values(), lr=1e-4)
+    for _ in range(100):  # bfloat16's step below 1 is 2⁻⁸: a hundred times 1e-4 is more, each of them is less
+        parameter.sum().backward()
+        masters.collect_gradients()
+        optimizer.step()
+        masters.publish()
+    assert torch.equal(parameter, torch.full((3,), 0.99).bfloat16())
+    assert parameter.grad is None
+
+
+def test_float32_parameters_are_their_own_masters() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert MasterWeights({"p": parameter}).named["p"] is parameter
+
+
+def test_an_unknown_training_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype 'float16' is unknown for training: use auto, float32, bfloat16"):
+        training_dtype("float16", torch.device("cpu"))
 
 
 def test_another_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:

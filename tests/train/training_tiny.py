@@ -59,6 +59,7 @@ def tiny_options(**changes: object) -> HeadOptions:
         "anchors": 4,
         "blocks": 8,
         "held_out": 0.2,
+        "dtype": "float32",
     }
     return HeadOptions(**(values | changes))  # pyright: ignore[reportArgumentType]
 

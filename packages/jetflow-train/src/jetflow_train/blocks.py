@@ -187,8 +187,7 @@ def _pack_document(features: RowFeatures, anchors: Tensor, lengths: Tensor, rule
 
 def block_hidden(head: DraftHead, batch: BlockBatch) -> Tensor:
     """The head's hidden states [N, C] of every slot."""
-    dtype = head.fc.weight.dtype if head.fc.weight is not None else torch.float32
-    context = head.context_kv(head.fuse(batch.taps.to(dtype)), batch.context_positions)
+    context = head.context_kv(head.fuse(batch.taps.to(head.norm.weight.dtype)), batch.context_positions)
     return head(batch.input_ids, batch.positions, block_attention(batch, context))
 
 
@@ -220,7 +219,8 @@ def block_attention(batch: BlockBatch, context: list[tuple[Tensor, Tensor]]) -> 
             queries = q[start:end].transpose(0, 1).unflatten(0, (-1, groups)).flatten(1, 2)  # [Hk, G·n, D]
             seen = (queries @ keys.transpose(1, 2)).view(heads, end - start, -1)
             seen = seen.masked_fill(~document.visible, -torch.inf)
-            weights = torch.softmax(torch.cat([seen, own[:, start:end]], dim=-1), dim=-1)
+            scores = torch.cat([seen, own[:, start:end]], dim=-1)
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
             prefix = weights[..., : seen.shape[-1]].reshape(len(keys), -1, seen.shape[-1]) @ values  # [Hk, G·n, D]
             out.append(prefix.view(heads, end - start, width).transpose(0, 1))
             own_weights.append(weights[..., seen.shape[-1] :].transpose(0, 1))

@@ -42,6 +42,7 @@ class HeadOptions:
 
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
     device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
+    dtype: str = _option("auto", "the head's precision beside float32 master weights: auto, float32 or bfloat16")
     data: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of regenerated rows")
     output: str = _option("jetflow-run", "folder of checkpoint, metrics and, in head/, the exported head")
     features: str | None = _option(None, "folder of cached target features (default: OUTPUT/features)")

@@ -8,6 +8,7 @@ import torch
 
 from jetflow_core.config import HeadConfig, default_tap_layers
 from jetflow_core.head import DraftHead
+from jetflow_core.layers import has_native_bfloat16
 from jetflow_core.model import Decoder
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, frequent_tokens
@@ -41,8 +42,10 @@ def head_config(model: Decoder, options: HeadOptions) -> HeadConfig:
     )
 
 
-def new_head(model: Decoder, config: HeadConfig, rows: Sequence[Row], seed: int) -> DraftHead:
-    """A freshly initialised float32 head whose draft vocabulary is the most frequent output tokens of `rows`."""
+def new_head(
+    model: Decoder, config: HeadConfig, rows: Sequence[Row], seed: int, dtype: torch.dtype = torch.float32
+) -> DraftHead:
+    """A freshly initialised head in `dtype` whose draft vocabulary is the most frequent output tokens of `rows`."""
     vocabulary = None
     if config.draft_vocab_size is not None:
         always = [token for token in model.config.eos_token_ids if token < config.vocab_size]
@@ -50,12 +53,22 @@ def new_head(model: Decoder, config: HeadConfig, rows: Sequence[Row], seed: int)
         vocabulary = torch.tensor(ids, device=model.embed.device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = DraftHead(config, *target_tables(model), vocabulary)
+        head = DraftHead(config, *target_tables(model, dtype), vocabulary)
         head.reset_parameters()
-    return head.to(model.embed.device)
+    return head.to(model.embed.device, dtype).float_tables()
 
 
-def target_tables(model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's input table and LM head [V, C], float32, which a head shares."""
+def target_tables(model: Decoder, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's input table and LM head [V, C] in `dtype`, which a head shares."""
     assert model.lm_head.weight is not None, "a packed target has no LM-head rows to share"
-    return model.embed.detach().float(), model.lm_head.weight.detach().float()
+    return model.embed.detach().to(dtype), model.lm_head.weight.detach().to(dtype)
+
+
+def training_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The precision a head is trained in. "auto" is bfloat16 where the hardware multiplies it, else float32."""
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type != "cpu" or has_native_bfloat16() else "float32"
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in known:
+        raise ValueError(f"dtype {dtype!r} is unknown for training: use auto, {', '.join(known)}")
+    return known[dtype]

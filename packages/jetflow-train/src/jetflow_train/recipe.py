@@ -13,7 +13,7 @@ from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions
 from jetflow_train.data import Row, read_rows, spread
 from jetflow_train.evaluate import Measurement, evaluate
 from jetflow_train.features import build_features
-from jetflow_train.heads import head_config, new_head, target_tables
+from jetflow_train.heads import head_config, new_head, target_tables, training_dtype
 from jetflow_train.regenerate import regenerate
 from jetflow_train.targets import target_path
 from jetflow_train.trainer import Trainer
@@ -35,7 +35,8 @@ def prepare(options: HeadOptions, progress: Progress) -> Trainer:
     limit = min(options.max_length, model.config.max_position_embeddings)
     rows = spread(read_rows([Path(file) for file in options.data], model.config.vocab_size, limit))
     config = head_config(model, options)
-    head = new_head(model, config, rows, options.seed)
+    dtype = training_dtype(options.dtype, model.embed.device)
+    head = new_head(model, config, rows, options.seed, dtype)
     store = build_features(
         Path(options.features) if options.features else Path(options.output) / "features",
         model,
@@ -44,7 +45,7 @@ def prepare(options: HeadOptions, progress: Progress) -> Trainer:
         options.teacher_top,
         _counter(progress, rows),
     )
-    return Trainer(head, target_tables(model), store, rows, options)
+    return Trainer(head, target_tables(model, dtype), store, rows, options)
 
 
 def train_head(options: HeadOptions, progress: Progress) -> Path:

@@ -25,6 +25,7 @@ from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, is_held_out
 from jetflow_train.features import FeatureStore, RowFeatures
 from jetflow_train.losses import draft_index, forward_kl, sparse_teacher
+from jetflow_train.masters import MasterWeights
 from jetflow_train.simulate import forced_metrics, replayed_tau
 
 FORCED_ROWS, FORCED_ANCHORS = 24, 8
@@ -56,7 +57,8 @@ def learning_rate(progress: float, options: HeadOptions) -> float:
 class Trainer:
     """Trains `head` on the rows of `store` that are not held out. `rows` are the store's rows, in order.
 
-    `lm_head` [V, C] is the target's. Raises ValueError for an output folder that cannot be written or whose
+    `tables` are the target's input table and LM head [V, C] in the head's dtype; optimiser and checkpoints keep float32 master
+    weights beside a head of another dtype. Raises ValueError for an output folder that cannot be written or whose
     checkpoint belongs to another run.
     """
 
@@ -72,9 +74,9 @@ class Trainer:
         self._index = draft_index(head.draft_vocab, head.config.vocab_size, self._device)
         self._tables, lm_head = tables, tables[1]
         self._lm_rows = lm_head if head.draft_vocab is None else lm_head[head.draft_vocab]
-        self._parameters = {name: p for name, p in head.named_parameters() if p.requires_grad}
-        matrices = [p for p in self._parameters.values() if p.ndim > 1]
-        vectors = [p for p in self._parameters.values() if p.ndim < 2]
+        self._masters = MasterWeights({name: p for name, p in head.named_parameters() if p.requires_grad})
+        matrices = [p for p in self._masters.named.values() if p.ndim > 1]
+        vectors = [p for p in self._masters.named.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
         self.position = Position()
@@ -134,7 +136,8 @@ class Trainer:
         loss = conditional + self.options.marginal_weight * marginal
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self.options.clip)
+        self._masters.collect_gradients()
+        norm = torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self.options.clip)
         value = float(loss.detach())
         if not (math.isfinite(value) and math.isfinite(float(norm))):
             names = ", ".join(self.rows[row].id for row in batch.rows)
@@ -143,6 +146,7 @@ class Trainer:
                 "its last checkpoint is intact; lower the learning rate or look at these rows"
             )
         self.optimizer.step()
+        self._masters.publish()
         self.position.step += 1
         self.position.blocks += batch.blocks
         self._logged.append((float(conditional.detach()), float(marginal.detach()), float(norm), batch.blocks))
@@ -252,7 +256,7 @@ class Trainer:
             {
                 "options": self._identity(),
                 "position": asdict(self.position),
-                "head": {name: p.detach() for name, p in self._parameters.items()},
+                "head": {name: p.detach() for name, p in self._masters.named.items()},
                 "optimizer": self.optimizer.state_dict(),
             },
         )
@@ -270,16 +274,13 @@ class Trainer:
                     f"{path}: that run had {key} = {state['options'].get(key)!r}, this one has {value!r}; "
                     "name another output folder, or delete the checkpoint"
                 )
-        stored: dict[str, Tensor] = state["head"]
-        for name, parameter in self._parameters.items():
-            if name not in stored or stored[name].shape != parameter.shape:
-                raise ValueError(
-                    f"{path}: that run's head does not fit this target ({name}); "
-                    "name another output folder, or delete the checkpoint"
-                )
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(stored[name])
+        try:
+            self._masters.load(state["head"])
+        except KeyError as error:
+            raise ValueError(
+                f"{path}: that run's head does not fit this target ({error.args[0]}); "
+                "name another output folder, or delete the checkpoint"
+            ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         self.position = Position(**{each.name: state["position"][each.name] for each in fields(Position)})
         self._shuffle()
@@ -290,5 +291,5 @@ class Trainer:
         free = {"output", "features", "data", "target", "device", "minutes", "steps"}
         free |= {"checkpoint_minutes", "evaluate_minutes"}
         values = {key: value for key, value in asdict(self.options).items() if key not in free}
-        config = self.head.config
-        return values | {"mask_token_id": config.mask_token_id, "taps": list(config.target_layer_ids)}
+        config, dtype = self.head.config, str(self.head.norm.weight.dtype).removeprefix("torch.")
+        return values | {"mask_token_id": config.mask_token_id, "taps": list(config.target_layer_ids), "dtype": dtype}
