@@ -14,7 +14,7 @@ from jetflow_core.sampling import Choice, SamplingParams, choose
 def sampled(logits: Tensor, positions: Tensor, seed: int = 0, **params: object) -> Tensor:
     """Choices of one request over all rows."""
     values = SamplingParams(**{"temperature": 1.0, **params})  # pyright: ignore[reportArgumentType]
-    return choose(logits, [Choice(slice(0, len(logits)), values, positions, 0, (), seed)])
+    return choose(logits, [Choice(slice(0, len(logits)), values, positions, seed)])
 
 
 def draws(row: Tensor, n: int = 4000, seed: int = 0, **params: object) -> Tensor:
@@ -68,8 +68,8 @@ def test_minus_infinity_is_never_chosen(params: dict[str, float]) -> None:
 def test_logits_are_left_alone() -> None:
     logits = torch.randn(3, 20)
     before = logits.clone()
-    params = SamplingParams(temperature=0.7, top_p=0.5, top_k=4, min_p=0.1, min_tokens=5)
-    choose(logits, [Choice(slice(0, 3), params, torch.arange(3), 9, (2, 4), 1)])
+    params = SamplingParams(temperature=0.7, top_p=0.5, top_k=4, min_p=0.1)
+    choose(logits, [Choice(slice(0, 3), params, torch.arange(3), 1)])
     assert torch.equal(logits, before)
 
 
@@ -92,7 +92,7 @@ def test_the_distribution_test_can_fail() -> None:
 def test_samples_over_seeds_at_one_position_follow_the_softmax() -> None:
     row = torch.tensor([1.0, 0.0, -1.0, 0.3])
     at = torch.tensor([11])
-    choices = [Choice(slice(i, i + 1), SamplingParams(temperature=1.0), at, 0, (), i) for i in range(4000)]
+    choices = [Choice(slice(i, i + 1), SamplingParams(temperature=1.0), at, i) for i in range(4000)]
     counts = torch.bincount(choose(row.expand(4000, -1), choices), minlength=4)
     assert chi_square_excess(counts, row.softmax(-1)) < 5
 
@@ -199,7 +199,7 @@ def test_a_nucleus_wider_than_the_sorted_head_is_whole(top_p: float) -> None:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[Tensor, list[Choice]]:
-    """A batch of random requests with tree-like rows (positions repeat), some greedy, some too early to end."""
+    """A batch of random requests with tree-like rows (positions repeat), some greedy."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     vocab = draw(st.sampled_from([3, 37, 1500]))
     choices: list[Choice] = []
@@ -211,12 +211,10 @@ def requests(draw: st.DrawFn) -> tuple[Tensor, list[Choice]]:
             top_k=draw(st.sampled_from([0, 2, 20])),
             top_p=draw(st.sampled_from([1.0, 0.9])),
             min_p=draw(st.sampled_from([0.0, 0.05])),
-            min_tokens=draw(st.sampled_from([0, 4])),
         )
         positions = draw(st.integers(0, 5000)) + torch.randint(0, 3, (rows,), generator=generator)
-        earliest = int(positions.min()) + draw(st.integers(0, 3))
         seed = draw(st.integers(-(2**63), 2**64 - 1))
-        choices.append(Choice(slice(start, start + rows), params, positions, earliest, (0, 1), seed))
+        choices.append(Choice(slice(start, start + rows), params, positions, seed))
         start += rows
     return torch.randn(start, vocab, generator=generator) * 2, choices
 
@@ -232,8 +230,6 @@ def test_a_choice_depends_on_its_row_only(batch: tuple[Tensor, list[Choice]]) ->
                 slice(0, 1),
                 choice.params,
                 choice.positions[offset : offset + 1],
-                choice.earliest_end,
-                choice.end_ids,
                 choice.seed,
             )
             assert choose(logits[row : row + 1], [own]).item() == together[row]
@@ -242,7 +238,7 @@ def test_a_choice_depends_on_its_row_only(batch: tuple[Tensor, list[Choice]]) ->
 def test_order_of_requests_does_not_matter() -> None:
     logits = torch.randn(6, 300)
     params = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.5, top_p=0.8), SamplingParams()]
-    forward = [Choice(slice(2 * i, 2 * i + 2), p, torch.tensor([5, 6]), 0, (), 9) for i, p in enumerate(params)]
+    forward = [Choice(slice(2 * i, 2 * i + 2), p, torch.tensor([5, 6]), 9) for i, p in enumerate(params)]
     assert torch.equal(choose(logits, forward), choose(logits, forward[::-1]))
 
 
@@ -279,33 +275,3 @@ def test_the_noise_of_a_seed_is_fixed(seed: int) -> None:
     positions = [0, 1, 77, 2**31 + 3]
     chosen = sampled(torch.zeros(4, 400), torch.tensor(positions), seed)
     assert chosen.tolist() == [min(range(400), key=lambda t: reference_noise(seed, p, t)) for p in positions]
-
-
-# --- no end before min_tokens ---
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_ends_are_banned_per_row_below_the_earliest_end(temperature: float) -> None:
-    logits = torch.zeros(4, 6)
-    logits[:, 2] = 500
-    logits[:, 4] = 400
-    params = SamplingParams(temperature=temperature, min_tokens=3)
-    positions = torch.tensor([9, 10, 11, 10])
-    chosen = choose(logits, [Choice(slice(0, 4), params, positions, 11, (2,), 0)])
-    assert chosen.tolist() == [4, 4, 2, 4]
-
-
-def test_a_ban_concerns_its_own_request_only() -> None:
-    logits = torch.zeros(2, 6)
-    logits[:, 2] = 500
-    at = torch.tensor([3])
-    strict = Choice(slice(0, 1), SamplingParams(min_tokens=9), at, 9, (2,), 0)
-    free = Choice(slice(1, 2), SamplingParams(), at, 0, (2,), 0)
-    assert choose(logits, [strict, free]).tolist() == [0, 2]
-
-
-def test_a_row_that_may_only_end_but_must_not_has_no_choice() -> None:
-    logits = torch.full((1, 4), -math.inf)
-    logits[0, 1] = 0
-    choice = Choice(slice(0, 1), SamplingParams(min_tokens=2), torch.tensor([0]), 5, (1,), 0)
-    assert choose(logits, [choice]).tolist() == [-1]

@@ -198,8 +198,11 @@ class Engine:
         request.num_cached += len(item.rows)
         if item.poisoned:
             request.budget = 0  # the anchor goes through the target again, alone
+        if request.prompt_logprobs is not None:
+            request.prompt_logprobs += item.prompt_logprobs
         if not item.tokens:
             return None
+        ends_prompt = request.num_output == 0
         error = "the model's logits are not finite, so this request was stopped" if item.failed else None
         kept, text = ([], "") if error else request.append(item.tokens)
         request.target_steps += 1
@@ -208,7 +211,16 @@ class Engine:
             self.scheduler.finish(request)
         else:
             self.scheduler.trim(request)
-        return Output(request.id, kept, text, request.finish_reason, error, request.usage())
+        return Output(
+            request.id,
+            kept,
+            text,
+            request.finish_reason,
+            error,
+            request.usage(),
+            logprobs=None if item.logprobs is None else item.logprobs[: len(kept)],
+            prompt_logprobs=request.prompt_logprobs if ends_prompt else None,
+        )
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from jetflow_core.config import ModelConfig
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.head import DraftHead
+from jetflow_core.logprobs import TokenLogprobs
 from jetflow_core.model import build_model
 from jetflow_core.request import Output, Usage
 from jetflow_core.sampling import SamplingParams
@@ -18,13 +19,18 @@ from jetflow_core.weights import open_checkpoint
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished generation. `error` is set, and the rest holds what came before, when the request failed."""
+    """A finished generation. `error` is set, and the rest holds what came before, when the request failed.
+
+    `logprobs` and `prompt_logprobs` as in `Output`, of all tokens.
+    """
 
     token_ids: list[int]
     text: str
     finish_reason: str | None
     error: str | None
     usage: Usage
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def acceptance_length(self) -> float:
@@ -136,10 +142,13 @@ def check_head(head: DraftHead, target: ModelConfig, source: str) -> None:
 
 def _join(outputs: Sequence[Output]) -> Completion:
     last = outputs[-1]
+    scored = [output.logprobs for output in outputs if output.logprobs is not None]
     return Completion(
         [token for output in outputs for token in output.token_ids],
         "".join(output.text for output in outputs),
         last.finish_reason,
         last.error,
         last.usage,
+        [entry for entries in scored for entry in entries] if scored else None,
+        next((output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None), None),
     )

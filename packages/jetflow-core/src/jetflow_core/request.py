@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from jetflow_core.logprobs import TokenLogprobs
+from jetflow_core.processing import TokenCounts
 from jetflow_core.sampling import SamplingParams
 
 Status = Literal["waiting", "running", "finished"]
@@ -37,7 +39,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Output:
-    """What one step adds to a request: new tokens and text, and on the last one why it ended."""
+    """What one step adds to a request: new tokens and text, and on the last one why it ended.
+
+    `logprobs`, where asked for, has one entry a token of `token_ids`. `prompt_logprobs` comes once, with the output that ends the
+    prompt: one entry a prompt token, the first None.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -45,6 +51,8 @@ class Output:
     finish_reason: str | None
     error: str | None
     usage: Usage
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Request:
@@ -77,12 +85,17 @@ class Request:
         self.budget = budget
         _check_ids("prompt", self.prompt_ids, vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+        _check_ids("logit_bias", list(params.logit_bias), vocab_size)
         self.max_output = _max_output(len(self.prompt_ids), params.max_tokens, max_model_len)
         self.end_ids = (() if params.ignore_eos else tuple(eos_ids)) + params.stop_token_ids
         self.earliest_end = len(self.prompt_ids) + params.min_tokens
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
 
         self.tokens = list(self.prompt_ids)
+        self.counts: TokenCounts | None = None
+        if params.penalises:
+            self.counts = TokenCounts(self.prompt_ids if params.repetition_penalty != 1 else ())
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.blocks: list[int] = []
         self.num_cached = 0
         self.status: Status = "waiting"
@@ -111,7 +124,7 @@ class Request:
     @property
     def max_slots(self) -> int:
         """Cache slots it needs at most: all its tokens except the last, which never goes through the target."""
-        return len(self.prompt_ids) + self.max_output - 1
+        return len(self.prompt_ids) + max(self.max_output, 1) - 1
 
     @property
     def is_decoding(self) -> bool:
@@ -125,6 +138,9 @@ class Request:
         never shows, and text that may be the beginning of one is held back until that is known.
         """
         assert self.finish_reason is None, f"request {self.id} has already finished"
+        if self.remaining == 0:  # max_tokens 0: only the prompt was to be read
+            self.finish_reason = "length"
+            return [], ""
         kept: list[int] = []
         text = ""
         for token in ids:
@@ -137,6 +153,8 @@ class Request:
     def _append_one(self, token: int) -> str:
         may_end = len(self.tokens) >= self.earliest_end
         self.tokens.append(token)
+        if self.counts is not None:
+            self.counts.add(token)
         if may_end and token in self.end_ids:
             self.finish_reason = "stop"
             return self._text.push(self._detokenizer.flush(), may_end) + self._text.flush()

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import UnionType
 
 import torch
 from torch import Tensor
+
+from jetflow_core.logprobs import MAX_TOP
 
 
 @dataclass(frozen=True)
@@ -21,8 +24,15 @@ class SamplingParams:
     """How a request's tokens are chosen and when it ends. Raises ValueError for a value outside its range.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `seed` None: drawn at random per request.
-    `max_tokens` None: as many as the context allows. No end before `min_tokens` tokens. `stop`: strings that end the
-    text and are never part of it. `stop_token_ids` end the request as an EOS does; `ignore_eos` concerns the EOS alone.
+    `max_tokens` None: as many as the context allows; 0: the prompt is read and nothing generated. No end before
+    `min_tokens` tokens. `stop`: strings that end the text and are never part of it. `stop_token_ids` end the request as an
+    EOS does; `ignore_eos` concerns the EOS alone.
+
+    `logit_bias` (token id to −100 … 100) is added to the logits. `repetition_penalty` (over prompt and output, 1 is off),
+    then `presence_penalty` and `frequency_penalty` (over the output, 0 is off) follow; `processing` has the arithmetic.
+
+    `logprobs`: None, or for every output token its log-probability and the n most probable tokens (0: its own alone).
+    `prompt_logprobs`: the same for the prompt's tokens but the first. They come from the raw logits (see `logprobs.py`).
     """
 
     temperature: float = 0.0
@@ -35,6 +45,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict[int, float], hash=False)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, sys.float_info.max, "a finite number >= 0")
@@ -46,7 +62,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1, "an integer of 64 bits or None")
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None, "an integer >= 1 or None")
+            _check_int("max_tokens", self.max_tokens, 0, None, "an integer >= 0 or None")
         limit = self.max_tokens
         _check_int("min_tokens", self.min_tokens, 0, limit, f"an integer >= 0 and <= max_tokens ({limit})")
         _check_tuple("stop", self.stop, "a tuple of non-empty strings")
@@ -59,6 +75,20 @@ class SamplingParams:
                 raise _out_of_range("stop_token_ids", self.stop_token_ids, "a tuple of token ids >= 0")
         if not _is_a(bool, self.ignore_eos):
             raise _out_of_range("ignore_eos", self.ignore_eos, "True or False")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, sys.float_info.max, "a finite number > 0")
+        if self.repetition_penalty == 0:
+            raise _out_of_range("repetition_penalty", self.repetition_penalty, "a finite number > 0")
+        _check_bias(self.logit_bias)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_TOP, f"an integer from 0 to {MAX_TOP} or None")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a choice depends on the tokens before it other than through the logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> ValueError:
@@ -75,12 +105,22 @@ def _check_int(name: str, value: object, low: int, high: int | None, allowed: st
         raise _out_of_range(name, value, allowed)
 
 
+def _check_bias(value: object) -> None:
+    allowed = "a dict of token ids >= 0 to numbers from -100 to 100"
+    if not isinstance(value, dict):
+        raise _out_of_range("logit_bias", value, allowed)
+    for token, bias in value.items():
+        is_id = _is_a(int, token) and not _is_a(bool, token) and token >= 0
+        if not is_id or not _is_a(int | float, bias) or _is_a(bool, bias) or not -100 <= bias <= 100:
+            raise _out_of_range("logit_bias", {token: bias}, allowed)
+
+
 def _check_tuple(name: str, value: object, allowed: str) -> None:
     if not isinstance(value, tuple):
         raise _out_of_range(name, value, allowed)
 
 
-def _is_a(kind: type, value: object) -> bool:
+def _is_a(kind: type | UnionType, value: object) -> bool:
     return isinstance(value, kind)
 
 
@@ -89,24 +129,21 @@ class Choice:
     """One request's rows of the logits, and what their choice depends on.
 
     `positions` [n] int64: absolute position of the token being chosen, per row (siblings in a tree share theirs).
-    `end_ids` (EOS and stop ids) may not be chosen at positions below `earliest_end`.
     """
 
     rows: slice
     params: SamplingParams
     positions: Tensor
-    earliest_end: int
-    end_ids: tuple[int, ...]
     seed: int
 
 
 def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     """The chosen token of every row of `logits` [R, V] (any float dtype), as int64 [R] on the same device.
 
-    Rows that no choice covers are greedy. Ties go to the lowest id. A row with a NaN or +inf, or without any finite
-    logit, gives −1 (nothing can be chosen from it); other rows are not affected. `logits` is not changed.
+    Bias, penalties and bans are in the logits already (`processing.process`); temperature and filters are applied here.
+    Rows that no choice covers are greedy. Ties go to the lowest id. A row with a NaN or +inf, or without any finite logit, gives
+    −1 (nothing can be chosen from it); other rows are not affected. `logits` is not changed.
     """
-    logits = _ban_early_ends(logits, choices)
     chosen = _greedy(logits)
     sampled = [choice for choice in choices if choice.params.temperature > 0]
     if sampled:
@@ -120,21 +157,6 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
 
 # Logits worked on at once: what a core's cache holds on the CPU, what bounds the temporary memory elsewhere.
 _LOGITS_AT_ONCE = {"cpu": 2**16}
-
-
-def _ban_early_ends(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
-    """`logits`, or a copy of them, with −inf for the ends that come too early for their row."""
-    owned = False
-    for choice in choices:
-        if choice.params.min_tokens == 0 or not choice.end_ids:
-            continue
-        early = (choice.positions < choice.earliest_end).nonzero().squeeze(-1).to(logits.device)
-        if len(early):
-            logits = logits if owned else logits.clone()
-            owned = True
-            ends = torch.tensor(choice.end_ids, device=logits.device)
-            logits[choice.rows][early[:, None], ends] = -math.inf
-    return logits
 
 
 def _greedy(logits: Tensor) -> Tensor:

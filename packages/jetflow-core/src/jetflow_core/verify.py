@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jetflow_core.batch import Segment
+from jetflow_core.logprobs import TokenLogprobs, token_logprobs
 from jetflow_core.model import Decoder
+from jetflow_core.processing import ProcessedRow, process
 from jetflow_core.sampling import Choice, choose
 from jetflow_core.scheduler import Share
 from jetflow_core.tree import DraftTree, Ints, accept
@@ -23,6 +26,9 @@ class Verified:
     `rows` counts within the segment. `tokens` is empty while a prompt is not finished; it ends in −1 where the logits were not
     finite. A tree with such logits is `poisoned`: nothing of it is kept, since a drafted token alone may be to blame (zero weight
     times a value that is not finite is not zero), and its anchor has to be tried without a draft.
+
+    `logprobs` has one entry a token where the request asks for them. `prompt_logprobs` are those of the prompt's tokens that this
+    step is the first to know, in order.
     """
 
     share: Share
@@ -30,6 +36,8 @@ class Verified:
     rows: Ints
     tokens: list[int]
     poisoned: bool = False
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
     @property
     def failed(self) -> bool:
@@ -57,19 +65,24 @@ def verify(
     def choose_after(active: Sequence[int], nodes: Sequence[int]) -> list[int]:
         """The target's token after node `nodes[k]` of tree `active[k]`."""
         picked = torch.tensor([int(bounds[i]) + node for i, node in zip(active, nodes, strict=True)])
-        choices = [_choice(k, decisions[i], node) for k, (i, node) in enumerate(zip(active, nodes, strict=True))]
-        return choose(logits[picked.to(logits.device)], choices).tolist()
+        walking = [(k, decisions[i], node) for k, (i, node) in enumerate(zip(active, nodes, strict=True))]
+        options = [row for k, decision, node in walking if (row := _options(k, decision, node)) is not None]
+        choices = [_choice(k, decision, node) for k, decision, node in walking if decision.samples]
+        return choose(process(logits[picked.to(logits.device)], options), choices).tolist()
 
     outcomes = accept([decision.tree for decision in decisions], choose_after)
     walked = {decision.share.request.id: outcome for decision, outcome in zip(decisions, outcomes, strict=True)}
+    logprobs = _output_logprobs(logits, decisions, bounds, outcomes)
     verified: list[Verified] = []
-    for share, segment in zip(shares, segments, strict=True):
-        path, tokens = walked.get(share.request.id, ([], []))
+    for share, segment, start in zip(shares, segments, starts, strict=False):
+        request_id = share.request.id
+        path, tokens = walked.get(request_id, ([], []))
         if segment.tree is not None and -1 in tokens:
             verified.append(Verified(share, segment, np.arange(0), [], poisoned=True))
             continue
         rows_kept = np.arange(len(segment.ids)) if segment.tree is None else np.array(path)
-        verified.append(Verified(share, segment, rows_kept, tokens))
+        prompt = _prompt_logprobs(model, vocab_size, share, segment, int(start), hidden)
+        verified.append(Verified(share, segment, rows_kept, tokens, False, logprobs.get(request_id), prompt))
     return verified
 
 
@@ -81,6 +94,10 @@ class _Decision:
     tree: DraftTree
     first_row: int
     position: int
+
+    @property
+    def samples(self) -> bool:
+        return self.share.request.params.temperature > 0
 
 
 def _decision(share: Share, segment: Segment, start: int) -> _Decision | None:
@@ -101,13 +118,67 @@ def _logits(model: Decoder, vocab_size: int, hidden: Tensor, rows: Sequence[Ints
     return model.logits(hidden[picked])[:, :vocab_size]
 
 
+def _options(row: int, decision: _Decision, node: int) -> ProcessedRow | None:
+    """What the request's options do to the logits at `node`, chosen from row `row`; None for a plain request."""
+    request, tree = decision.share.request, decision.tree
+    banned = request.end_ids if _position(decision, node) < request.earliest_end else ()
+    if not banned and not request.params.logit_bias and request.counts is None:
+        return None
+    path: list[int] = []
+    while node > 0:
+        path.append(int(tree.tokens[node]))
+        node = int(tree.parents[node])
+    return ProcessedRow(row, request.params, request.counts, path, banned)
+
+
 def _choice(row: int, decision: _Decision, node: int) -> Choice:
     request = decision.share.request
-    return Choice(
-        rows=slice(row, row + 1),
-        params=request.params,
-        positions=torch.tensor([decision.position + int(decision.tree.depths[node]) + 1]),
-        earliest_end=request.earliest_end,
-        end_ids=request.end_ids,
-        seed=request.seed,
-    )
+    return Choice(slice(row, row + 1), request.params, torch.tensor([_position(decision, node)]), request.seed)
+
+
+def _position(decision: _Decision, node: int) -> int:
+    """Absolute position of the token that follows `node`."""
+    return decision.position + int(decision.tree.depths[node]) + 1
+
+
+def _output_logprobs(
+    logits: Tensor, decisions: Sequence[_Decision], bounds: Ints, outcomes: Sequence[tuple[list[int], list[int]]]
+) -> dict[str, list[TokenLogprobs]]:
+    """Per request id that asks for them, the log-probabilities of its new tokens."""
+    asked = [
+        (decision.share.request, int(bound) + np.array(path), tokens)
+        for decision, bound, (path, tokens) in zip(decisions, bounds, outcomes, strict=False)
+        if decision.share.request.params.logprobs is not None and -1 not in tokens
+    ]
+    if not asked:
+        return {}
+    rows = torch.from_numpy(np.concatenate([rows for _, rows, _ in asked])).to(logits.device)
+    chosen = [token for _, _, tokens in asked for token in tokens]
+    tops = [request.params.logprobs or 0 for request, _, tokens in asked for _ in tokens]
+    entries = iter(token_logprobs(logits[rows], chosen, tops))
+    return {request.id: list(islice(entries, len(tokens))) for request, _, tokens in asked}
+
+
+# Logits of a prompt made at once: bounds the memory that a long chunk takes.
+_PROMPT_LOGITS_AT_ONCE = 2**24
+
+
+def _prompt_logprobs(
+    model: Decoder, vocab_size: int, share: Share, segment: Segment, first_row: int, hidden: Tensor
+) -> list[TokenLogprobs]:
+    """Log-probabilities of the prompt tokens after the last one known, where asked for; the segment starts in `first_row`."""
+    request = share.request
+    if request.prompt_logprobs is None:
+        return []
+    # The row of one position knows the token of the next. What a resumed request reads again is known already.
+    first = len(request.prompt_logprobs) - 1
+    last = min(segment.prefix + share.known, len(request.prompt_ids) - 1)
+    assert first >= segment.prefix or first >= last, f"request {request.id} skipped prompt tokens it has to score"
+    found: list[TokenLogprobs] = []
+    size = max(1, _PROMPT_LOGITS_AT_ONCE // vocab_size)
+    for start in range(first, last, size):
+        tokens = request.prompt_ids[start + 1 : min(start + size, last) + 1]
+        row = first_row + start - segment.prefix
+        logits = model.logits(hidden[row : row + len(tokens)])[:, :vocab_size]
+        found += token_logprobs(logits, tokens, [request.params.prompt_logprobs or 0] * len(tokens))
+    return found
