@@ -277,6 +277,10 @@ class Detokenizer:
         self._context_text = self._tokenizer.decode(self._context, skip_special=False)
         return new
 
+    def peek(self) -> str:
+        """What `flush` would return now."""
+        return self._new_text()
+
     def flush(self) -> str:
         """The rest at the end of the ids: U+FFFD for a character that never became complete."""
         rest = self._new_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetflow_core.logprobs import TokenLogprobs
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
@@ -22,46 +22,58 @@ class Entry:
 
 
 class LogprobTrack:
-    """Holds back the entries of one sequence until the text they belong to is given out.
+    """Holds back the entries of a text until the characters they belong to are given out.
 
-    Tokens without text of their own (the end, a stop string) are left out when the answer ends with "stop".
+    Tokens without characters of their own (the end, a stop string) are left out when an answer ends with "stop".
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int) -> None:
-        """`start`: characters of the echoed prompt before the generated text."""
-        self._detokenizer = Detokenizer(tokenizer)
-        self._length = start
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, skip_special: bool = True) -> None:
+        """`start`: characters before the text. `skip_special`: control tokens have none."""
+        self._detokenizer = Detokenizer(tokenizer, skip_special)
+        self._silent = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._certain = start  # characters that no further token changes
         self._shown = start
         self._waiting: list[Entry] = []
 
-    def take(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str, finish: str | None
-    ) -> list[Entry]:
-        """Entries whose text has begun, now that `text` is out as well."""
-        for token, own in zip(tokens, logprobs, strict=True):
-            self._waiting.append(Entry(token, self._length, own))
-            self._length += len(self._detokenizer.push(token))
+    def add(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Note a token, at the first character that it adds or completes."""
+        before = self._detokenizer.peek()
+        pushed = self._detokenizer.push(token)
+        after = pushed + self._detokenizer.peek()
+        place = _common(before, after)
+        if len(after) <= len(before) and token not in self._silent:  # the bytes so far belong to one character
+            place = min(place, max(0, len(after) - 1))
+        offset = self._certain + place
+        self._certain += len(pushed)
+        # Bytes that looked like characters of their own turn out to be the beginning of this one.
+        self._waiting = [replace(entry, offset=min(entry.offset, offset)) for entry in self._waiting]
+        self._waiting.append(Entry(token, offset, logprobs))
+
+    def take(self, text: str, finish: str | None) -> list[Entry]:
+        """Entries whose characters have begun, now that `text` is out as well."""
         self._shown += len(text)
-        if finish == "length":
-            out, self._waiting = self._waiting, []
-            return out
         count = sum(entry.offset < self._shown for entry in self._waiting)  # offsets ascend
+        if finish == "length":
+            count = len(self._waiting)
         out, self._waiting = self._waiting[:count], self._waiting[count:]
         return out
 
 
+def _common(one: str, other: str) -> int:
+    """Length of the beginning that two texts share."""
+    pairs = zip(one, other, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
 def prompt_entries(
-    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], silent: int, length: int
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], added: int, length: int
 ) -> list[Entry]:
-    """Entries of an echoed prompt of `length` characters whose first `silent` tokens the tokenizer added by itself."""
-    detokenizer = Detokenizer(tokenizer, skip_special=False)
-    entries: list[Entry] = []
-    offset = 0
-    for index, (token, own) in enumerate(zip(tokens, logprobs, strict=True)):
-        entries.append(Entry(token, min(offset, length), own))
-        if index >= silent:
-            offset += len(detokenizer.push(token))
-    return entries
+    """Entries of an echoed prompt of `length` characters whose first `added` tokens the tokenizer put there by itself."""
+    track = LogprobTrack(tokenizer, skip_special=False)
+    for token, own in zip(tokens[added:], logprobs[added:], strict=True):
+        track.add(token, own)
+    written = [replace(entry, offset=min(entry.offset, length)) for entry in track.take("", "length")]
+    return [Entry(token, 0, own) for token, own in zip(tokens[:added], logprobs[:added], strict=True)] + written
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:

@@ -105,7 +105,9 @@ class Reader:
             return
         self._sum += sum(own.logprob for own in output.logprobs)
         self._count += len(output.logprobs)
-        self._waiting += self._track.take(output.token_ids, output.logprobs, output.text, output.finish_reason)
+        for token, own in zip(output.token_ids, output.logprobs, strict=True):
+            self._track.add(token, own)
+        self._waiting += self._track.take(output.text, output.finish_reason)
 
     def _prompt_entries(self, output: Output) -> list[Entry]:
         if output.prompt_logprobs is None:
