@@ -54,10 +54,10 @@ def tree_attention(
         TypeError: a dtype does not fit.
         ValueError: a shape, stride or device does not fit, or (checked on the CPU) the values of the index tensors.
     """
-    _check(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask)
+    check_call(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask)
     _check_window(q, window, positions)
     if debugging():
-        _check_layout(_layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions))
+        check_layout(read_layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions))
     run = _tree_attention if uses_op(q) else tree_attention_twin
     return run(q, k_cache, v_cache, block_tables, query_start, prefix_lens, tree_mask, scale, window, positions)
 
@@ -78,7 +78,7 @@ def tree_attention_twin(
     _, _, kv_heads, width = k_cache.shape
     group = q.shape[1] // kv_heads
     # Every layer of a step asks for the same layout; it is found by content, so it can never be stale.
-    layout = _layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions)
+    layout = read_layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions)
     shares = _shares(layout, group, q.dtype)
     k_flat, v_flat = k_cache.view(-1, kv_heads, width), v_cache.view(-1, kv_heads, width)
     outputs = [_attend(q, k_flat, v_flat, share, group, scale) for share in shares]
@@ -123,7 +123,7 @@ def _attend(q: Tensor, k_flat: Tensor, v_flat: Tensor, share: _Share, group: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """The values of a call's index tensors."""
 
     tokens: int
@@ -137,17 +137,17 @@ class _Layout:
     positions: tuple[int, ...] | None  # None without a window
 
 
-def _layout(
+def read_layout(
     q: Tensor,
     k_cache: Tensor,
     block_tables: Tensor,
     query_start: Tensor,
     prefix_lens: Tensor,
     tree_mask: Tensor | None,
-    window: int | None,
-    positions: Tensor | None,
-) -> _Layout:
-    return _Layout(
+    window: int | None = None,
+    positions: Tensor | None = None,
+) -> Layout:
+    return Layout(
         q.shape[0],
         k_cache.shape[0],
         k_cache.shape[1],
@@ -161,9 +161,9 @@ def _layout(
 
 
 @lru_cache(maxsize=16)
-def _shares(layout: _Layout, group: int, dtype: torch.dtype) -> list[_Share]:
+def _shares(layout: Layout, group: int, dtype: torch.dtype) -> list[_Share]:
     """How the twin reads the cache for a layout, which it checks first."""
-    _check_layout(layout)
+    check_layout(layout)
     shares: list[_Share] = []
     for b, prefix in enumerate(layout.prefix_lens):
         first, last = layout.query_start[b], layout.query_start[b + 1]
@@ -171,19 +171,19 @@ def _shares(layout: _Layout, group: int, dtype: torch.dtype) -> list[_Share]:
             continue
         length = prefix + last - first
         blocks = layout.block_tables[b][: -(-length // layout.page)]
-        bias, blind = _bias(_visible(layout, first, last, prefix), group, dtype)
+        bias, blind = _bias(visible_slots(layout, first, last, prefix), group, dtype)
         joined = all(later == sooner + 1 for sooner, later in pairwise(blocks))
-        slots = None if joined else _slots(blocks, layout.page, length)
+        slots = None if joined else physical_slots(blocks, layout.page, length)
         shares.append(_Share(first, last, blocks[0] * layout.page, length, slots, bias, blind))
     return shares
 
 
-def _slots(blocks: tuple[int, ...], page: int, length: int) -> Tensor:
+def physical_slots(blocks: tuple[int, ...], page: int, length: int) -> Tensor:
     starts = torch.tensor(blocks, dtype=torch.int64) * page
     return (starts.unsqueeze(1) + torch.arange(page)).flatten()[:length]
 
 
-def _visible(layout: _Layout, first: int, last: int, prefix: int) -> Tensor:
+def visible_slots(layout: Layout, first: int, last: int, prefix: int) -> Tensor:
     """`[rows, prefix + rows]` bool: what each query of one sequence sees."""
     rows = last - first
     visible = torch.ones(rows, prefix + rows, dtype=torch.bool)
@@ -210,7 +210,7 @@ def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor | Non
     return bias.masked_fill_(blind.unsqueeze(1), 0.0), blind  # a row of −inf would be NaN
 
 
-def _check(
+def check_call(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -273,7 +273,7 @@ def _check_window(q: Tensor, window: int | None, positions: Tensor | None) -> No
         raise ValueError("positions is None: a window needs the position of each query")
 
 
-def _check_layout(layout: _Layout) -> None:
+def check_layout(layout: Layout) -> None:
     """The values that a GPU takes on trust."""
     starts = layout.query_start
     if starts[0] != 0 or starts[-1] != layout.tokens or any(b < a for a, b in pairwise(starts)):
