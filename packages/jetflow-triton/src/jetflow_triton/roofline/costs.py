@@ -133,9 +133,7 @@ def tree_attention(model: Model, load: Load) -> Cost:
     slots = load.context + load.budget
     mask = load.tokens * 4 * ceil(load.budget / 32)
     own = load.tokens * 2 * model.heads * model.width * ITEM
-    splits = ceil(load.context / SPLIT)
-    spread = splits > 1 and tiles * model.kv_heads < FILLED
-    partial = 2 * splits * load.tokens * model.heads * (model.width + 2) * 4 if spread else 0
+    partial = partial_bytes(model, load)
     visible = load.context + min(load.budget, DEPTH)
     columns = BLOCK * (ceil(load.context / BLOCK) + ceil(load.budget / BLOCK))
     return Cost(
@@ -143,9 +141,18 @@ def tree_attention(model: Model, load: Load) -> Cost:
         flops=4 * load.tokens * model.heads * model.width * visible,
         loads=tiles * slots * line + own + mask * model.kv_heads + partial,
         issued=4 * tiles * ROWS * model.kv_heads * model.width * columns,
-        programs=tiles * model.kv_heads * (splits if spread else 1),
-        launches=2 if spread else 1,
+        programs=tiles * model.kv_heads * (ceil(load.context / SPLIT) if partial else 1),
+        launches=2 if partial else 1,
     )
+
+
+def partial_bytes(model: Model, load: Load) -> int:
+    """What attention writes and reads again to merge splits that are spread over the grid; 0 if none are."""
+    splits = ceil(load.context / SPLIT)
+    tiles = load.batch * ceil(load.budget / (ROWS * model.kv_heads // model.heads))
+    if splits == 1 or tiles * model.kv_heads >= FILLED:
+        return 0
+    return 2 * splits * load.tokens * model.heads * (model.width + 2) * 4
 
 
 def moe_route(model: Model, load: Load) -> Cost:
@@ -159,7 +166,7 @@ def moe_experts(model: Model, load: Load) -> Cost:
     """The weights of the experts that some token chose, and x in and out. Tokens choose uniformly."""
     tokens, inner, hidden = load.tokens, model.inner, model.hidden
     pairs = tokens * model.top_k
-    tile = _tile("moe_experts", ceil(pairs / model.experts), (model.experts, hidden, inner))
+    tile = expert_tile(model, tokens)
     tiles = model.experts * expected_tiles(tokens, model.top_k / model.experts, tile.block_m)
     matrix = 3 * inner * hidden * ITEM
     inputs = pairs * ITEM * (hidden * ceil(inner / tile.block_n) + inner * ceil(hidden / tile.block_n))
@@ -173,6 +180,12 @@ def moe_experts(model: Model, load: Load) -> Cost:
         programs=tiles * ceil(inner / tile.block_n),
         launches=4,
     )
+
+
+def expert_tile(model: Model, tokens: int) -> Tile:
+    """What the tile table holds for any GPU."""
+    shape = (model.experts, model.hidden, model.inner)
+    return nearest(read_table()["moe_experts"], ceil(tokens * model.top_k / model.experts), shape, ITEM, "")
 
 
 def distinct_experts(model: Model, tokens: int) -> float:
@@ -197,10 +210,6 @@ def _rows(tokens: int, moved: int, weight: int, flops: int) -> Cost:
     return Cost(
         moved_bytes + weight * ITEM, tokens * flops, moved_bytes + tokens * weight * ITEM, tokens * flops, tokens, 1
     )
-
-
-def _tile(op: str, rows: int, shape: tuple[int, ...]) -> Tile:
-    return nearest(read_table()[op], rows, shape, ITEM, "")
 
 
 @dataclass(frozen=True, slots=True)

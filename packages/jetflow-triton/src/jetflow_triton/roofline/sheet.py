@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 
-from jetflow_triton.roofline import costs
 from jetflow_triton.roofline.costs import OPS, Cost
-from jetflow_triton.roofline.shapes import H100, H200, LOADS, MODELS, QWEN3_8B, QWEN3_30B_A3B, Load, Model
+from jetflow_triton.roofline.prose import introduction, losses, number, step
+from jetflow_triton.roofline.shapes import H100, H200, LOADS, MODELS, Load, Model
 
+WIDTH = 120
 SHOWN = (Load(1, 16, 8192), Load(1, 64, 8192), Load(8, 64, 8192), Load(32, 256, 8192))
 FIELDS = (
     "model", "batch", "budget", "context", "op", "calls", "bytes", "flops", "loads", "issued", "programs", "launches",
@@ -37,32 +39,39 @@ def csv() -> Iterator[str]:
 
 def markdown() -> Iterator[str]:
     """The sheet, a line at a time."""
-    yield from INTRODUCTION.splitlines()
+    yield "# Roofline of the ops"
+    for paragraph in introduction():
+        yield ""
+        yield from wrap(paragraph, WIDTH)
     yield from _steps()
-    yield from LOSSES.format(**_numbers()).splitlines()
+    yield from ("", "## Where the design loses", "")
+    for paragraph in losses():
+        yield from wrap(f"- {paragraph}", WIDTH, subsequent_indent="  ")
     for model in MODELS:
         yield from _calls(model)
     yield from _attention()
 
 
-def step(model: Model, load: Load) -> list[tuple[str, int, Cost]]:
-    """The ops that one decode step calls, how often, and the cost of a call."""
-    found = ((name, op.calls(model), op) for name, op in OPS.items())
-    return [(name, calls, op.cost(model, load)) for name, calls, op in found if calls]
-
-
 def _steps() -> Iterator[str]:
-    yield from ("", "## A whole step", "", "| model | batch | budget | context | floor H100 | floor H200 | largest parts |")
-    yield "|---|--:|--:|--:|--:|--:|---|"
+    yield from (
+        "",
+        "## A whole step",
+        "",
+        "| model | batch | budget | context | floor H100 | floor H200 | design H100 | largest parts of the floor |",
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|---|"
     for model in MODELS:
         for load in LOADS:
             if load.context == 8192:
-                times = {name: calls * cost.floor(H100) for name, calls, cost in step(model, load)}
-                other = sum(calls * cost.floor(H200) for _, calls, cost in step(model, load))
+                parts = step(model, load)
+                times = {name: calls * cost.floor(H100) for name, calls, cost in parts}
                 total = sum(times.values())
+                other = sum(calls * cost.floor(H200) for _, calls, cost in parts)
+                design = sum(calls * cost.expected(H100) for _, calls, cost in parts)
                 largest = sorted(times, key=lambda name: -times[name])[:3]
-                parts = ", ".join(f"{name} {100 * times[name] / total:.0f}%" for name in largest)
-                yield f"{_where(model, load)} {total * 1e3:.2f} ms | {other * 1e3:.2f} ms | {parts} |"
+                named = ", ".join(f"{name} {times[name] / total:.0%}" for name in largest)
+                cells = " | ".join(f"{number(seconds * 1e3)} ms" for seconds in (total, other, design))
+                yield f"{_where(model, load)} {cells} | {named} |"
 
 
 def _calls(model: Model) -> Iterator[str]:
@@ -90,20 +99,7 @@ def _where(model: Model, load: Load) -> str:
 
 def _cells(cost: Cost) -> str:
     return (
-        f"{_number(cost.bytes / 1e6)} | {_number(cost.flops / 1e9)} | {_number(cost.floor(H100) * 1e6)} | "
-        f"{_number(cost.floor(H200) * 1e6)} | {_number(cost.loads / 1e6)} | {_number(cost.issued / 1e9)} | "
-        f"{cost.programs:.0f} | {cost.launches} | {_number(cost.expected(H100) * 1e6)} |"
+        f"{number(cost.bytes / 1e6)} | {number(cost.flops / 1e9)} | {number(cost.floor(H100) * 1e6)} | "
+        f"{number(cost.floor(H200) * 1e6)} | {number(cost.loads / 1e6)} | {number(cost.issued / 1e9)} | "
+        f"{cost.programs:.0f} | {cost.launches} | {number(cost.expected(H100) * 1e6)} |"
     )
-
-
-def _number(x: float) -> str:
-    """About three digits."""
-    return f"{x:.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}"
-
-
-INTRODUCTION = ""
-LOSSES = ""
-
-
-def _numbers() -> dict[str, str]:
-    return {}
