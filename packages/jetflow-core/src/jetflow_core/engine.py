@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jetflow_core.batch import PagedAttention, Segment, build_batch
 from jetflow_core.block_pool import BlockPool
+from jetflow_core.budget import Budget, BudgetPolicy, Spent, check_budget
 from jetflow_core.drafter import DraftJob, HeadDrafter
 from jetflow_core.head import DraftHead
 from jetflow_core.kv_cache import KVCache, free_memory
@@ -27,12 +28,14 @@ from jetflow_core.verify import Verified, verify
 class EngineConfig:
     """Limits and budgets. Sizes are in tokens unless they say otherwise.
 
-    `budget`: draft nodes a request and step besides the anchor; 0 decodes autoregressively. `num_pages` None sizes the cache for
-    `max_running` requests of `max_model_len` within `cache_gib` GiB, by default a share of the device's free memory.
+    `budget`: draft nodes a request and step besides the anchor; 0 decodes autoregressively, "auto" follows the load
+    (see `jetflow_core.budget`). `num_pages` None sizes the cache for `max_running` requests of `max_model_len` within
+    `cache_gib` GiB, by default a share of the device's free memory.
     `max_model_len` None is what model, head and cache allow. `candidates`: tokens the drafter considers at each depth.
+    `prefix_cache`: pages of equal beginnings are computed once and kept after their request, until another needs the memory.
     """
 
-    budget: int = 8
+    budget: Budget = 8
     page_size: int = 16
     num_pages: int | None = None
     cache_gib: float | None = None
@@ -40,15 +43,16 @@ class EngineConfig:
     max_running: int = 32
     max_model_len: int | None = None
     candidates: int = 32
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         least = {
-            "budget": 0,
             "page_size": 1,
             "max_batch_tokens": 1,
             "max_running": 1,
             "candidates": 1,
         }
+        check_budget(self.budget)
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} is {getattr(self, name)}: use {minimum} or more")
@@ -58,6 +62,23 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}: use 1 or more, or leave it out")
         if self.cache_gib is not None and not 0 < self.cache_gib < float("inf"):
             raise ValueError(f"cache_gib is {self.cache_gib}: use a positive number of GiB, or leave it out")
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine holds now, and what it has counted since it started (`hit_tokens`, `preemptions`).
+
+    Pages are used (by requests), cached (nobody's, but known by their content and ready to be shared) or free.
+    `hit_tokens` were taken from the prefix cache instead of being computed.
+    """
+
+    waiting: int
+    running: int
+    used_pages: int
+    cached_pages: int
+    free_pages: int
+    hit_tokens: int
+    preemptions: int
 
 
 class Engine:
@@ -88,12 +109,14 @@ class Engine:
             self.device,
         )
         self.drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates) if head else None
+        self.budgets = BudgetPolicy()
         self.scheduler = Scheduler(
             BlockPool(num_blocks, config.page_size),
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
             max_model_len=self.max_model_len,
             draft_slots=self.drafter.block_slots if self.drafter else 0,
+            prefix_cache=config.prefix_cache,
         )
         own_eos = tokenizer.eos_token_ids if tokenizer else ()
         self._eos_ids = tuple(dict.fromkeys([*shape.eos_token_ids, *own_eos]))
@@ -106,14 +129,30 @@ class Engine:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams, budget: int | None = None) -> str:
+    @property
+    def stats(self) -> EngineStats:
+        """Counts for a monitor, cheap enough to ask after every step."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            used_pages=pool.used,
+            cached_pages=pool.cached,
+            free_pages=pool.free,
+            hit_tokens=scheduler.hit_tokens,
+            preemptions=scheduler.preemptions,
+        )
+
+    def add(
+        self, prompt_ids: Sequence[int], params: SamplingParams, budget: Budget | None = None, cache_salt: str = ""
+    ) -> str:
         """Queue a request and return its id. Raises ValueError for a prompt or parameters that can never be served.
 
         `budget` overrides the engine's node budget for this request; without a draft head only 0 drafts nothing.
+        Requests share cached pages only with those of the same `cache_salt`.
         """
         budget = self.config.budget if budget is None else budget
-        if budget < 0:
-            raise ValueError(f"budget is {budget}: use 0 (no drafting) or more")
+        check_budget(budget)
         self._created += 1
         request = Request(
             f"request-{self._created}",
@@ -124,6 +163,7 @@ class Engine:
             eos_ids=self._eos_ids,
             detokenizer=self._detokenizer,
             budget=budget if self.drafter else 0,
+            cache_salt=cache_salt,
         )
         self.scheduler.add(request)
         return request.id
@@ -132,8 +172,21 @@ class Engine:
         """Drop a request and free its pages; False when it is not known (any more)."""
         return self.scheduler.abort(request_id) is not None
 
+    def abort_all(self, reason: str, *, waiting: bool = True) -> list[Output]:
+        """End every running request, and with `waiting` the queued ones too, with the error `reason`; returns their last outputs.
+
+        This is the way on after `step` has raised: all that took part in that step are still running then. The prefix cache is
+        emptied, for nobody knows what the step has left of it.
+        """
+        scheduler = self.scheduler
+        ended = [*scheduler.running, *(scheduler.waiting if waiting else ())]
+        for request in ended:
+            scheduler.finish(request)
+        scheduler.pool.forget()
+        return [Output(request.id, [], "", None, reason, request.usage()) for request in ended]
+
     def check_idle(self) -> None:
-        """Assert that nothing is left behind once every request has ended."""
+        """Assert that nothing is left behind once every request has ended: each page is free or cached."""
         assert not self.has_work
         self.scheduler.pool.check_idle()
 
@@ -145,6 +198,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Advance every planned request: a chunk of its prompt, or one or more output tokens."""
+        self.budgets.allot(self.scheduler.running)
         shares = self.scheduler.plan()
         if not shares:
             return []
@@ -152,7 +206,10 @@ class Engine:
         hidden, taps = self._forward(segments)
         verified = verify(self.model, self.vocab_size, shares, segments, hidden)
         self._commit(verified, taps)
-        return [output for item in verified if (output := self._advance(item)) is not None]
+        outputs = [output for item in verified if (output := self._advance(item)) is not None]
+        self._settle(verified, hidden)
+        self.budgets.learn([_spent(item) for item in verified])
+        return outputs
 
     def _draft(self, shares: Sequence[Share]) -> list[Segment]:
         """What each share puts through the target: its known tokens, or the tree drafted for its anchor."""
@@ -164,7 +221,9 @@ class Engine:
                 DraftJob(request.tokens[-1], request.num_cached, request.blocks, draft, request.remaining - 1)
                 for request, draft in zip(drafting, drafts, strict=True)
             ]
-            trees = {request.id: tree for request, tree in zip(drafting, self.drafter.propose(jobs), strict=True)}
+            self.budgets.draft_begins()
+            drafted = {request.id: tree for request, tree in zip(drafting, self.drafter.propose(jobs), strict=True)}
+            trees = self.budgets.cut(shares, drafted)
         return [_segment(share, trees.get(share.request.id)) for share in shares]
 
     def _forward(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
@@ -188,16 +247,15 @@ class Engine:
         if moved.any():
             self.cache.move(self._tensor(origin[moved]), self._tensor(place[moved]))
         if self.drafter is not None:
-            starts = np.cumsum([0, *(len(item.segment.ids) for item in verified)])
-            rows = np.concatenate([start + item.rows for start, item in zip(starts, verified, strict=False)])
-            self.drafter.observe(taps[self._tensor(rows)], self._tensor(np.concatenate(positions)), self._tensor(place))
+            rows = self._tensor(np.concatenate(_flat_rows(verified)))
+            self.drafter.observe(taps[rows], self._tensor(np.concatenate(positions)), self._tensor(place))
 
     def _advance(self, item: Verified) -> Output | None:
-        """Hand the new tokens to the request and what it no longer needs back to the pool; None while its prompt is read."""
+        """Hand the new tokens to the request; None while its prompt is read."""
         request = item.share.request
         request.num_cached += len(item.rows)
         if item.poisoned:
-            request.budget = 0  # the anchor goes through the target again, alone
+            request.budget, request.auto = 0, False  # the anchor goes through the target again, alone
         if request.prompt_logprobs is not None:
             request.prompt_logprobs += item.prompt_logprobs
         if not item.tokens:
@@ -207,10 +265,6 @@ class Engine:
         kept, text = ([], "") if error else request.append(item.tokens)
         request.target_steps += 1
         request.accepted += min(len(kept), len(item.tokens) - 1)
-        if error or request.finish_reason is not None:
-            self.scheduler.finish(request)
-        else:
-            self.scheduler.trim(request)
         return Output(
             request.id,
             kept,
@@ -221,6 +275,20 @@ class Engine:
             logprobs=None if item.logprobs is None else item.logprobs[: len(kept)],
             prompt_logprobs=request.prompt_logprobs if ends_prompt else None,
         )
+
+    def _settle(self, verified: Sequence[Verified], hidden: Tensor) -> None:
+        """Give the filled pages to the prefix cache, and back to the pool what an ended request or a rejected draft held.
+
+        A row sees its own keys and values, so where one of those is not finite, neither is its `hidden` state.
+        """
+        finite = torch.isfinite(hidden).all(dim=-1).cpu().numpy()
+        for item, rows in zip(verified, _flat_rows(verified), strict=True):
+            request = item.share.request
+            self.scheduler.register(request, sound=not item.failed and bool(finite[rows].all()))
+            if item.failed or request.finish_reason is not None:
+                self.scheduler.finish(request)
+            else:
+                self.scheduler.trim(request)
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -234,6 +302,18 @@ class _NoText:
 
     def flush(self) -> str:
         return ""
+
+
+def _flat_rows(verified: Sequence[Verified]) -> list[Ints]:
+    """The accepted rows of every share as rows of the flat batch."""
+    starts = np.cumsum([0, *(len(item.segment.ids) for item in verified)])
+    return [start + item.rows for start, item in zip(starts, verified, strict=False)]
+
+
+def _spent(item: Verified) -> Spent:
+    segment = item.segment
+    tree = None if item.poisoned else segment.tree
+    return Spent(item.share.request, len(segment.ids), segment.prefix, tree, item.rows)
 
 
 def _segment(share: Share, tree: DraftTree | None) -> Segment:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetflow_core.budget import Budget
 from jetflow_core.config import ModelConfig
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.head import DraftHead
@@ -84,32 +85,31 @@ class LLM:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
-        budget: int | None = None,
+        budget: Budget | None = None,
     ) -> list[Completion]:
         """Run all `prompts` (token ids) in one batch; completions come in their order. `budget` as in `Engine.add`.
 
-        When one prompt is refused (ValueError), none has been queued.
+        When one prompt is refused (ValueError), or a step fails, none of them stays in the engine.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(
                 f"{len(prompts)} prompts but {len(each)} sampling parameters: give one for all or one each"
             )
-        ids: list[str] = []
+        outputs: dict[str, list[Output]] = {}
         try:
-            ids += (self.engine.add(prompt, own, budget) for prompt, own in zip(prompts, each, strict=True))
-        except ValueError:
-            for request_id in ids:
+            for prompt, own in zip(prompts, each, strict=True):
+                outputs[self.engine.add(prompt, own, budget)] = []
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if output.request_id in outputs:
+                        outputs[output.request_id].append(output)
+        finally:
+            for request_id in outputs:  # what an exception has left behind
                 self.engine.abort(request_id)
-            raise
-        outputs: dict[str, list[Output]] = {request_id: [] for request_id in ids}
-        while self.engine.has_work:
-            for output in self.engine.step():
-                if output.request_id in outputs:
-                    outputs[output.request_id].append(output)
-        return [_join(outputs[request_id]) for request_id in ids]
+        return [_join(own) for own in outputs.values()]
 
-    def stream(self, prompt: Sequence[int], params: SamplingParams, budget: int | None = None) -> Iterator[Output]:
+    def stream(self, prompt: Sequence[int], params: SamplingParams, budget: Budget | None = None) -> Iterator[Output]:
         """Yield the outputs of one prompt as they come; stopping early frees the request."""
         request_id = self.engine.add(prompt, params, budget)
         try:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from jetflow_core.block_pool import page_key, root_key
+from jetflow_core.budget import Budget
 from jetflow_core.logprobs import TokenLogprobs
 from jetflow_core.processing import TokenCounts
 from jetflow_core.sampling import SamplingParams
@@ -29,12 +31,13 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request so far."""
+    """Token counts of one request so far. `cached_tokens` of the prompt came from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
     accepted_draft_tokens: int
     target_steps: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Output:
 class Request:
     """One generation.
 
-    The scheduler owns `status`, `arrival` and `blocks`; the engine owns `num_cached` and the counters.
+    The scheduler owns `status`, `arrival`, `blocks` and what concerns the prefix cache, the engine `num_cached` and the counters.
     `tokens` is prompt + output; the last one (the anchor) is not yet in the cache of a decoding request.
     """
 
@@ -72,9 +75,11 @@ class Request:
         max_model_len: int,
         eos_ids: Sequence[int],
         detokenizer: Callable[[], Detokenizer],
-        budget: int = 0,
+        budget: Budget = 0,
+        cache_salt: str = "",
     ) -> None:
-        """`budget`: draft nodes a step besides the anchor, 0 without speculation.
+        """`budget`: draft nodes a step besides the anchor, 0 without speculation, "auto" to follow the load.
+        Only requests of one `cache_salt` share pages.
 
         Raises ValueError for an empty prompt, ids outside the vocabulary, a prompt that leaves no room in
         `max_model_len`, and a `max_tokens` that does not fit beside the prompt.
@@ -82,7 +87,8 @@ class Request:
         self.id = id
         self.prompt_ids = tuple(prompt_ids)
         self.params = params
-        self.budget = budget
+        self.auto = budget == "auto"  # then the budget policy sets `budget` before every step
+        self.budget = 0 if budget == "auto" else budget
         _check_ids("prompt", self.prompt_ids, vocab_size)
         _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
         _check_ids("logit_bias", list(params.logit_bias), vocab_size)
@@ -101,6 +107,11 @@ class Request:
         self.status: Status = "waiting"
         self.finish_reason: FinishReason | None = None
         self.arrival = -1
+        self.num_registered = 0  # leading blocks whose content the pool knows
+        self.computed = 0  # tokens it had cached when it was preempted, at most
+        self.cached_tokens = 0
+        self.sound = True  # no value that is not finite has been seen, so its pages may be shared
+        self._page_keys = [root_key(cache_salt)]
         self.target_steps = 0
         self.accepted = 0
         self._detokenizer = detokenizer()
@@ -130,6 +141,18 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether only the anchor is missing from the cache."""
         return self.num_cached == self.anchor_position
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether cached pages may stand in for its own prefill: not where every position's logits are wanted."""
+        return self.params.prompt_logprobs is None
+
+    def page_key(self, index: int, page_size: int) -> bytes:
+        """Key of its full page `index`. Every page is hashed once, for tokens are only ever added."""
+        assert len(self.tokens) >= (index + 1) * page_size, f"page {index} of request {self.id} is not full"
+        for start in range((len(self._page_keys) - 1) * page_size, (index + 1) * page_size, page_size):
+            self._page_keys.append(page_key(self._page_keys[-1], self.tokens[start : start + page_size]))
+        return self._page_keys[index + 1]
 
     def append(self, ids: Sequence[int]) -> tuple[list[int], str]:
         """Take accepted tokens in order up to the one that ends the request; sets `finish_reason` then.
@@ -168,7 +191,7 @@ class Request:
 
     def usage(self) -> Usage:
         """Counts so far."""
-        return Usage(len(self.prompt_ids), self.num_output, self.accepted, self.target_steps)
+        return Usage(len(self.prompt_ids), self.num_output, self.accepted, self.target_steps, self.cached_tokens)
 
 
 class StopFilter:

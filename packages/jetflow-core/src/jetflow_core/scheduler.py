@@ -30,6 +30,11 @@ class Scheduler:
 
     Admission is first come, first served, so every running request is older than every waiting one. A preempted
     request (always the youngest that runs) goes back to the front with its tokens and is computed again later.
+
+    With `prefix_cache`, full pages outlive their request in the pool. A request takes the pages it finds there instead of
+    computing them, at admission and at any page border of its prefill; while an older one computes its next page, it waits.
+
+    `hit_tokens` and `preemptions` count from the start.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class Scheduler:
         max_running: int,
         max_model_len: int,
         draft_slots: int,
+        prefix_cache: bool = True,
     ) -> None:
         """`draft_slots`: slots after `num_cached` that the drafter's own block needs, 0 without a head.
 
@@ -58,6 +64,9 @@ class Scheduler:
         self.max_running = max_running
         self.max_model_len = max_model_len
         self.draft_slots = draft_slots
+        self.prefix_cache = prefix_cache
+        self.hit_tokens = 0
+        self.preemptions = 0
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self._arrivals = 0
@@ -97,6 +106,24 @@ class Scheduler:
         self._release_all(request)
         request.status = "finished"
 
+    def register(self, request: Request, sound: bool) -> None:
+        """Let others share the pages that a step has filled; call it when both caches and `tokens` hold the step's tokens.
+
+        `sound`: the step gave finite values only. A request that ever had others registers nothing more.
+        """
+        request.sound = request.sound and sound
+        if not (self.prefix_cache and request.sound):
+            return
+        page = self.pool.page_size
+        full = min(request.num_cached, len(request.tokens)) // page  # a stop may lie before the accepted path's end
+        for index in range(request.num_registered, full):
+            request.blocks[index] = self.pool.register(request.blocks[index], request.page_key(index, page))
+        request.num_registered = full
+
+    def check(self) -> None:
+        """Assert that the requests' block tables account for every page of the pool."""
+        self.pool.check(request.blocks for request in self._all())
+
     def trim(self, request: Request) -> None:
         """Release the blocks beyond what `num_cached` + 1 slots need; call it after a commit."""
         keep = self.pool.blocks_for(request.num_cached + 1)
@@ -109,6 +136,9 @@ class Scheduler:
         Decodes come first with their budgets, prefills take what is left (and `PREFILL_SHARE` at least), so draft
         trees shrink before any prefill waits. Empty only when there is no work.
         """
+        for request in self.running:
+            if not request.is_decoding:
+                self._take(request, self._hits(request))
         self._secure_next_slots()
         decodes = [r for r in self.running if r.is_decoding]
         left = self.max_batch_tokens - len(decodes)
@@ -116,11 +146,13 @@ class Scheduler:
         prefill_limit = min(left, max(left - sum(wanted), int(self.max_batch_tokens * PREFILL_SHARE), 1))
         prefills = [r for r in self.running if not r.is_decoding]
         prefills += self._admit(prefill_limit - len(prefills))
-        known = self._plan_prefills(prefills, prefill_limit)
+        known = self._plan_prefills(self._without_awaiting(prefills), prefill_limit)
         drafts = self._plan_drafts(decodes, fair_shares(wanted, left - sum(known.values())))
-        return [
+        shares = [
             Share(r, known.get(r.id, 1), drafts.get(r.id, 0)) for r in self.running if r.id in known or r.id in drafts
         ]
+        assert all(self._writes_private_blocks(share.request) for share in shares), "a shared page would be written"
+        return shares
 
     def _secure_next_slots(self) -> None:
         """Give every running request a block for its next token, oldest first, preempting the youngest if need be.
@@ -139,24 +171,75 @@ class Scheduler:
         assert len(self.running) > 1, f"request {request.id} does not fit in the pool alone"
         self.running.remove(request)
         self._release_all(request)
-        request.num_cached = 0
+        request.computed = max(request.computed, request.num_cached)
+        request.num_cached = request.num_registered = 0
+        self.preemptions += 1
         request.status = "waiting"
         self.waiting.appendleft(request)
 
     def _admit(self, limit: int) -> list[Request]:
-        """Move up to `limit` waiting requests to running while pages for all their tokens are free."""
+        """Move up to `limit` waiting requests to running while pages for all their tokens are available.
+
+        A page more for each running one stays: without this reserve their next tokens would preempt the newcomer at once.
+        """
         admitted: list[Request] = []
         promised = sum(self._missing_blocks(r) for r in self.running if not r.is_decoding)
         while self.waiting and len(admitted) < limit and len(self.running) < self.max_running:
             request = self.waiting[0]
-            promised += self._missing_blocks(request)
-            if not self.pool.can_allocate(promised):
+            hits = self._hits(request)
+            promised += self._missing_blocks(request) - len(hits)
+            if not self.pool.can_allocate(promised + len(self.running), beside=hits):
                 break
             self.waiting.popleft()
+            self._take(request, hits)
             request.status = "running"
             self.running.append(request)
             admitted.append(request)
         return admitted
+
+    def _hits(self, request: Request) -> list[int]:
+        """Known blocks that continue a request at a page border; never the one of its last token, which is always computed."""
+        page = self.pool.page_size
+        if not (self.prefix_cache and request.reuses_prefix and request.num_cached == request.num_registered * page):
+            return []
+        last = (len(request.tokens) - 1) // page
+        return self.pool.match(request.page_key(index, page) for index in range(request.num_registered, last))
+
+    def _take(self, request: Request, hits: Sequence[int]) -> None:
+        """Share `hits` in place of the blocks it would have written next."""
+        if not hits:
+            return
+        self.pool.share(hits)
+        self.pool.release(request.blocks[request.num_registered :])
+        request.blocks[request.num_registered :] = hits
+        request.num_registered += len(hits)
+        before, request.num_cached = request.num_cached, request.num_registered * self.pool.page_size
+        self.hit_tokens += request.num_cached - before
+        request.cached_tokens += max(0, request.num_cached - max(before, request.computed))
+
+    def _without_awaiting(self, prefills: Sequence[Request]) -> list[Request]:
+        """The prefills that compute in this step: all but those whose next page an older one of them is computing."""
+        computing: list[Request] = []
+        for request in prefills:
+            if not any(self._awaits(request, older) for older in computing):
+                computing.append(request)
+        return computing
+
+    def _awaits(self, request: Request, older: Request) -> bool:
+        """Whether the prefill of `older` will register the page that `request` needs next."""
+        page, index = self.pool.page_size, request.num_registered
+        return (
+            self.prefix_cache
+            and request.reuses_prefix
+            and older.sound
+            and request.num_cached == index * page
+            and index < min((len(request.tokens) - 1) // page, len(older.tokens) // page)
+            and request.page_key(index, page) == older.page_key(index, page)
+        )
+
+    def _writes_private_blocks(self, request: Request) -> bool:
+        """Whether no one shares the blocks from `num_cached` on, where a step's tokens, trees, moves and draft blocks go."""
+        return all(map(self.pool.is_private, request.blocks[request.num_cached // self.pool.page_size :]))
 
     def _missing_blocks(self, request: Request) -> int:
         """Blocks still to allocate until the request can decode its first new token."""
@@ -187,8 +270,8 @@ class Scheduler:
         return drafts
 
     def _reachable(self, request: Request) -> int:
-        """Slots after `num_cached` in its blocks and all free ones."""
-        return (len(request.blocks) + self.pool.free) * self.pool.page_size - request.num_cached
+        """Slots after `num_cached` in its blocks and all available ones."""
+        return (len(request.blocks) + self.pool.available) * self.pool.page_size - request.num_cached
 
     def _extend(self, request: Request, slots: int) -> bool:
         """Grow the block table to `slots` slots; False, with nothing changed, when the pool is short."""
