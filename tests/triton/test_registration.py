@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, Callable[[], tuple]] = {
     "kv_write": lambda: (normal(3, 2, 8), normal(3, 2, 8), *normal(2, 4, 16, 2, 8), torch.tensor([1, -1, 40])),
     "kv_move": lambda: (normal(2, 2, 4, 16, 2, 8), torch.tensor([1, 2]), torch.tensor([2, 3])),
     "linear": lambda: (normal(3, 8), normal(4, 8), normal(4)),
+    "topk_logprobs": lambda: (normal(3, 8), normal(20, 8), 4, 18),
     "moe_route": lambda: (normal(3, 8), 2, True),
     "moe_experts": routed,
     "tree_attention": lambda: reference.random_call([[-1, 0, 0], [-1]], [20, 3], window=9).args(),

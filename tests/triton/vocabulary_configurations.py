@@ -9,6 +9,7 @@ from kernel_configurations import BF16, FP16, FP32, meta
 from torch import Tensor
 
 from jetflow_triton.kernels import linear as linear_kernels
+from jetflow_triton.kernels import logprobs
 
 PRODUCTS = {"linear_kernel"}
 """Kernels whose products belong on the tensor cores."""
@@ -18,10 +19,17 @@ def linear(tokens: int, width: int, columns: int, dtype: torch.dtype = BF16) -> 
     return linear_kernels.linear(meta(tokens, width, dtype=dtype), meta(columns, width, dtype=dtype), None)
 
 
+def topk(tokens: int, k: int, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
+    """Qwen3-8B's LM head."""
+    return logprobs.topk_logprobs(meta(tokens, 4096, dtype=dtype), meta(151936, 4096, dtype=dtype), k, 151669)
+
+
 CONFIGURATIONS: dict[str, Callable[[], object]] = {
     "linear, 8B, qkv": lambda: linear(64, 4096, 6144),
     "linear, 8B, gate and up": lambda: linear(64, 4096, 24576),
     "linear, 8B, down, fp16": lambda: linear(1, 12288, 4096, FP16),
     "linear, 30B-A3B, qkv, prefill": lambda: linear(4096, 2048, 5120),
     "linear, 8B, o, fp32": lambda: linear(64, 4096, 4096, FP32),
+    "top-k, 32 of 151936": lambda: topk(16, 32),
+    "top-k, 20 of 151936, fp16": lambda: topk(300, 20, FP16),
 }

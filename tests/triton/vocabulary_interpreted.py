@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from jetflow_triton.kernels import linear as linear_kernels
+from jetflow_triton.kernels import logprobs as logprobs_kernels
 from jetflow_triton.linear import linear_twin
+from jetflow_triton.logprobs import topk_logprobs_twin
 
 DTYPES = [torch.float32, torch.float16]  # the interpreter has no bfloat16 products
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
@@ -57,3 +59,36 @@ def test_every_tile_adds_along_k_in_the_same_order(block_n: int, block_k: int, m
     result = linear_kernels.linear(x.flatten(1), weight.flatten(1), None)
     assert torch.equal(result, expected[:, None].expand(9, 40))
     assert not torch.equal(steps.flip(0).cumsum(0)[-1], expected)  # another order would show
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts in a small vocabulary, and several turns in a small batch."""
+    monkeypatch.setattr(logprobs_kernels, "PART", 32)
+    monkeypatch.setattr(logprobs_kernels, "LOGITS_AT_ONCE", 200)
+
+
+@every_dtype
+@pytest.mark.parametrize(("rows", "vocab", "k", "size"), [(5, 90, 4, 70), (1, 40, 40, None), (3, 33, 1, 33)])
+@pytest.mark.usefixtures("short_parts")
+def test_topk_logprobs(dtype: torch.dtype, rows: int, vocab: int, k: int, size: int | None) -> None:
+    hidden, table = torch.randn(rows, 16).to(dtype), torch.randint(-2, 3, (vocab, 16)).to(dtype)
+    table[7::9] = table[3].clone()  # ties, across parts too
+    results = logprobs_kernels.topk_logprobs(hidden, table, k, size)
+    expected = topk_logprobs_twin(hidden, table, k, size)
+    for i in (0, 2):
+        torch.testing.assert_close(results[i], expected[i], atol=1e-5, rtol=1e-5)
+    assert torch.equal(results[1], expected[1])
+
+
+@pytest.mark.usefixtures("short_parts")
+def test_topk_logprobs_of_extreme_logits() -> None:
+    logits = torch.full((4, 70), -torch.inf)
+    logits[1, [3, 60]], logits[2], logits[3] = 5.0, torch.linspace(-1e4, 1e4, 70), 0.0
+    logprobs, ids, logsumexp = torch.empty(4, 3), torch.empty(4, 3, dtype=torch.int64), torch.empty(4)
+    logprobs_kernels._topk(logits, 3, logprobs, ids, logsumexp)
+    assert logprobs[0].tolist() == [-torch.inf] * 3
+    assert logprobs[1].tolist() == [pytest.approx(-0.6931472), pytest.approx(-0.6931472), -torch.inf]
+    assert logprobs[2].tolist() == [0.0, pytest.approx(-289.855, abs=1e-2), pytest.approx(-579.71, abs=1e-2)]
+    assert ids.tolist() == [[0, 1, 2], [3, 60, 0], [69, 68, 67], [0, 1, 2]]
+    assert logsumexp.tolist() == [-torch.inf, pytest.approx(5.6931472), 1e4, pytest.approx(4.2484952)]

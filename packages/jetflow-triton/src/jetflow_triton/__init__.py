@@ -3,8 +3,10 @@
 from jetflow_triton.activation import silu_mul
 from jetflow_triton.attention import tree_attention
 from jetflow_triton.checks import debug_checks
+from jetflow_triton.exact_attention import tree_attention_exact
 from jetflow_triton.kv import kv_move, kv_write
 from jetflow_triton.linear import linear
+from jetflow_triton.logprobs import topk_logprobs
 from jetflow_triton.moe import moe_experts, moe_route
 from jetflow_triton.norm import add_rms_norm, rms_norm
 from jetflow_triton.rope import qk_norm_rope
@@ -20,5 +22,7 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "silu_mul",
+    "topk_logprobs",
     "tree_attention",
+    "tree_attention_exact",
 ]
