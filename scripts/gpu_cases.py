@@ -20,6 +20,7 @@ import kernel_reference as reference
 import jetflow_triton as ops
 from jetflow_triton import activation, attention, kv, moe, norm, rope
 from jetflow_triton.linear import linear_twin
+from jetflow_triton.logprobs import topk_logprobs_twin
 from jetflow_triton.roofline import Model
 
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 6e-3, torch.float32: 2e-5}
@@ -103,6 +104,16 @@ def build_linear(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
     return normal(dtype, rows, model.hidden), weight, normal(dtype, weight.shape[0])
 
 
+def build_topk(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    """Hidden states made of four rows of the table, in steps that no rounding turns around: the order is certain."""
+    table, tokens = normal(dtype, model.vocab, model.hidden, scale=model.hidden**-0.5), model.vocab - 7
+    first = torch.randint(0, tokens, (rows,))
+    hidden = torch.zeros(rows, model.hidden)
+    for rank in range(4):
+        hidden += (12.0 - 2 * rank) * table[(first + 17 * rank) % tokens].float()
+    return hidden.to(dtype), table, 4, tokens
+
+
 def build_route(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
     return normal(dtype, rows, model.experts), model.top_k, True
 
@@ -127,6 +138,7 @@ SPECS: dict[str, Spec] = {
     "kv_write": Spec(kv.kv_write_twin, build_write, 0),
     "kv_move": Spec(kv.kv_move_twin, build_move, 0),
     "linear": Spec(linear_twin, build_linear, rows=(0,)),
+    "topk_logprobs": Spec(topk_logprobs_twin, build_topk, 4),
     "moe_route": Spec(moe.moe_route_twin, build_route, wide=True, rows=(0,)),
     "moe_experts": Spec(moe.moe_experts_twin, build_experts, 2, rows=(0, 3, 4)),
 }

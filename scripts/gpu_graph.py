@@ -42,6 +42,7 @@ def captured(step: Callable[[], Tensors], device: str) -> tuple[Callable[[], Ten
     """The step's graph, and the tensors that its replay fills; without a GPU, the step itself."""
     if device != "cuda":
         return step, {}
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()  # compiles

@@ -14,7 +14,7 @@ from torch import Tensor
 import jetflow_triton as ops
 from jetflow_triton import roofline
 from jetflow_triton.roofline import Cost, Load, Model
-from jetflow_triton.roofline.costs import ACCEPTED, matrices
+from jetflow_triton.roofline.costs import ACCEPTED, CANDIDATES, matrices
 
 CACHE = 100e6  # bytes that are touched before the same inputs come around again: twice the L2 cache
 COPIES = 24  # at most; what fits the cache so often is in it in real use too
@@ -128,6 +128,11 @@ def build_linear(name: str) -> Callable[[Model, Load], Call]:
     return build
 
 
+def build_topk(model: Model, load: Load) -> Call:
+    hidden, table = normal(load.tokens, model.hidden), normal(model.vocab, model.hidden)
+    return lambda: ops.topk_logprobs(hidden, table, CANDIDATES)
+
+
 def build_route(model: Model, load: Load) -> Call:
     logits = normal(load.tokens, model.experts)
     return lambda: ops.moe_route(logits, model.top_k, True)
@@ -152,6 +157,7 @@ BUILDERS: dict[str, Callable[[Model, Load], Call]] = {
     "tree_attention": build_attention,
     "moe_experts": build_experts,
     **{f"linear {name}": build_linear(name) for name in ("gate_up", "qkv", "o", "down", "router", "head")},
+    "topk_logprobs": build_topk,
     "moe_route": build_route,
     "qk_norm_rope": build_rope,
     "kv_write": build_write,

@@ -39,6 +39,8 @@ HAND = {  # bytes and FLOPs of one call at batch 1, budget 64, context 8192, on 
     "linear down": (12288 * 4096 * 2 + 64 * (12288 + 4096) * 2, 2 * 64 * 12288 * 4096),
     "linear head": (151936 * 4096 * 2 + 64 * (151936 + 4096) * 2, 2 * 64 * 151936 * 4096),
     "linear router": (128 * 2048 * 2 + 64 * (128 + 2048) * 2, 2 * 64 * 128 * 2048),
+    # 32 candidates a row: a float32 and an int64 each, and the row's logsumexp
+    "topk_logprobs": (151936 * 4096 * 2 + 64 * (4096 * 2 + 32 * 12 + 4), 2 * 64 * 151936 * 4096),
     "moe_route": (64 * (128 * 2 + 8 * 8), 64 * 128 * 5),
     # 125.94 of 128 experts, 9,437,184 bytes each
     "moe_experts": (128 * (1 - (15 / 16) ** 64) * 9437184 + 64 * (2048 * 2 * 2 + 8 * 8), 64 * 8 * 6 * 768 * 2048),
@@ -152,7 +154,7 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def calls(load: Load) -> dict[str, Callable[[], object]]:
-    from jetflow_triton.kernels import activation, attention, kv, linear, moe, norm, rope
+    from jetflow_triton.kernels import activation, attention, kv, linear, logprobs, moe, norm, rope
 
     dense, sparse, tokens = QWEN3_8B, QWEN3_30B_A3B, load.tokens
     slots = indices(tokens, dtype=torch.int64)
@@ -178,6 +180,7 @@ def calls(load: Load) -> dict[str, Callable[[], object]]:
         "kv_write": lambda: kv.kv_write(k, k, cache, cache, slots),
         "kv_move": lambda: kv.kv_move(meta(36, 2, 9, 16, 8, 128), moved, moved),
         "tree_attention": lambda: attention.tree_attention(q, cache, cache, *layout, mask, 128**-0.5),
+        "topk_logprobs": lambda: logprobs.topk_logprobs(hidden, meta(dense.vocab, 4096), costs.CANDIDATES),
         "moe_route": lambda: moe.moe_route(meta(tokens, 128), 8, True),
         "moe_experts": lambda: moe.moe_experts(x, meta(128, 1536, 2048), meta(128, 2048, sparse.inner), *routed),
     }
@@ -188,14 +191,18 @@ def calls(load: Load) -> dict[str, Callable[[], object]]:
 def test_launches_are_as_stated(grids: list[int], name: str, load: Load) -> None:
     calls(load)[name]()
     stated = cost(name, load)
+    if name == "topk_logprobs":  # every third launch is the library's product, and the largest
+        assert len(grids) == stated.launches * 2 // 3
+        return
     assert len(grids) == stated.launches
     # Grids are upper bounds where the host does not know the sizes: a tile a sequence or expert, a split a row.
     assert max(grids) >= stated.programs * 0.99
 
 
 def test_kernel_constants_are_as_stated(grids: list[int]) -> None:
-    from jetflow_triton.kernels import attention, linear
+    from jetflow_triton.kernels import attention, linear, logprobs
 
+    assert (logprobs.PART, logprobs.LOGITS_AT_ONCE) == (costs.PART, costs.AT_ONCE)
     assert (attention.ROWS, linear.ROWS) == (costs.ROWS, costs.ROWS)
     assert (attention.SPLIT, attention.FILLED) == (costs.SPLIT, costs.FILLED)
     assert attention.tile_for(128, 2).block_n == costs.BLOCK

@@ -21,6 +21,8 @@ BLOCK, SPLIT, FILLED = 64, 512, 128  # of attention: slots a block, slots a spli
 ITEM = 2  # bytes of bfloat16 and float16
 LAUNCH = 2e-6  # seconds a dependent kernel of a captured graph takes to start and drain
 SHARE = 2  # an SM draws at most this multiple of its share of the bandwidth: half of them saturate it
+PART, AT_ONCE = 4096, 2**28  # of topk_logprobs: logits a program, logits that exist at a time
+CANDIDATES = 32  # its k
 DEPTH = 8  # nodes that a tree's node sees, itself among them, where the tree is large enough
 ACCEPTED = 4  # nodes of a sequence that move to their final slots in a step
 
@@ -188,6 +190,17 @@ def expert_tile(model: Model, tokens: int) -> Tile:
     return nearest(read_table()["moe_experts"], ceil(tokens * model.top_k / model.experts), shape, ITEM, "")
 
 
+def topk_logprobs(model: Model, load: Load) -> Cost:
+    """The table once, the rows, the k best. The library multiplies; its logits are written and read."""
+    tokens, vocab, hidden = load.tokens, model.vocab, model.hidden
+    moved = vocab * hidden * ITEM + tokens * (hidden * ITEM + CANDIDATES * 12 + 4)
+    parts = 2 * tokens * ceil(vocab / PART) * 8 * (CANDIDATES + 1)
+    flops = 2 * tokens * vocab * hidden
+    turns = ceil(tokens / (AT_ONCE // vocab))
+    loads = moved + (turns - 1) * vocab * hidden * ITEM + 2 * tokens * vocab * ITEM + parts
+    return Cost(moved, flops, loads, flops, ceil(vocab / 128), 3 * turns)
+
+
 def distinct_experts(model: Model, tokens: int) -> float:
     """`E (1 − (1 − k/E)^T)`: the experts that T tokens are expected to read."""
     return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
@@ -247,5 +260,6 @@ OPS: dict[str, Op] = {
     "silu_mul": Op(silu_mul, _if_dense),
     "moe_route": Op(moe_route, _if_sparse),
     "moe_experts": Op(moe_experts, _if_sparse),
+    "topk_logprobs": Op(topk_logprobs, lambda _: 1),
     "kv_move": Op(kv_move, lambda _: 1),
 }

@@ -45,6 +45,7 @@ def losses() -> Iterator[str]:
     yield many_rows()
     yield distinct()
     yield crowded_experts()
+    yield logits()
     yield (
         "**`kv_move`.** Passes through a scratch tensor so that moves may overlap: twice the bytes and two launches, "
         "once a step."
@@ -155,6 +156,17 @@ def crowded_experts() -> str:
         f"{large.block_m} rows by {large.block_n} columns, asks for {number(many.loads / many.bytes)}x the bytes and takes "
         f"{us(many.expected(H100))} where the floor is {us(many.floor(H100))}. Four launches a layer (sort, gate and up, "
         f"down, combine) are {us(4 * LAUNCH)}."
+    )
+
+
+def logits() -> str:
+    """Log-probabilities without one more pass over memory."""
+    cost = costs.topk_logprobs(DENSE, Load(1, 64, 0))
+    return (
+        f"**`topk_logprobs`.** The library's product writes the logits, the kernels read them: "
+        f"{mb(2 * 64 * DENSE.vocab * ITEM)} beside the table's {mb(DENSE.vocab * DENSE.hidden * ITEM)} for 64 rows of "
+        f"{DENSE.name}; each of {-(-DENSE.vocab // costs.PART)} parts of a row passes its {costs.CANDIDATES} best on. In "
+        f"all {number(cost.loads / cost.bytes)}x the bytes and {cost.launches} launches."
     )
 
 
