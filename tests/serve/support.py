@@ -126,7 +126,7 @@ class ScriptedEngine:
         error, self.poison = self.poison, None
         if finish or error:
             del self.running[request_id]
-        usage = Usage(len(run.prompt), run.sent, run.sent - run.steps, run.steps)
+        usage = Usage(len(run.prompt), run.sent, max(0, run.sent - run.steps), run.steps)
         return Output(request_id, tokens, text, None if error else finish, error, usage)
 
 

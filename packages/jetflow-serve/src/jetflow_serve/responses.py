@@ -1,6 +1,6 @@
 """Outputs of the engine assembled into answers, whole or as server-sent events.
 
-Each sequence has a `Reader` that turns outputs into parts: a whole answer is all of them together, a stream sends them one by one.
+Each sequence has a `Reader` that turns outputs into parts: a whole answer is all of them, a stream sends them one by one.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 LEGACY_MAX_TOKENS = 16  # OpenAI's default of /v1/completions; chat has none
 RESERVED_TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+SAME_NAME = (  # fields that the engine has under the same name and with the same meaning
+    "temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 PROMPT_END = 32  # tokens at the end of a prompt in which an opened `<think>` can stand
 
 
@@ -72,7 +76,7 @@ class Translator:
         _require_fit(ids, limit, self.context, "messages")
         top = (request.top_logprobs or 0) if request.logprobs else None
         n = request.n or 1
-        jobs = [Job(ids, self._params(request, limit, choice, logprobs=top)) for choice in range(n)]
+        jobs = [Job(ids, self._params(request, limit, choice, top)) for choice in range(n)]
         style = ChatStyle(
             tools=frozenset(tool.function.name for tool in tools or ()),
             thinking=self._thinking(ids, request.separate_reasoning),
@@ -85,16 +89,15 @@ class Translator:
         prompts = [self._prompt(prompt, bool(request.echo)) for prompt in request.prompts()]
         n, candidates = request.n or 1, request.candidates()
         ranking = 0 if candidates > n else None  # the best answers are found by their tokens' log-probabilities
+        logprobs = ranking if request.logprobs is None else request.logprobs
+        scored = request.logprobs if request.echo else None
         jobs: list[Job] = []
         for prompt in prompts:
             _require_fit(prompt.ids, request.max_tokens, self.context, "prompt")
             room = self.context - len(prompt.ids)
             limit = min(LEGACY_MAX_TOKENS, room) if request.max_tokens is None else request.max_tokens
-            params = {
-                "logprobs": ranking if request.logprobs is None else request.logprobs,
-                "prompt_logprobs": request.logprobs if request.echo else None,
-            }
-            jobs += [Job(prompt.ids, self._params(request, limit, i, **params)) for i in range(candidates)]
+            own = [self._params(request, limit, choice, logprobs, scored) for choice in range(candidates)]
+            jobs += [Job(prompt.ids, params) for params in own]
         return Plan(jobs, prompts, candidates, n, ChatStyle(), request.logprobs is not None, echo=bool(request.echo))
 
     def tokens(self, request: ChatTokenizeRequest | TextTokenizeRequest) -> list[int]:
@@ -150,25 +153,31 @@ class Translator:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def _params(self, request: GenerationRequest, limit: int | None, choice: int, **own: int | None) -> SamplingParams:
+    def _params(
+        self,
+        request: GenerationRequest,
+        limit: int | None,
+        choice: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
         """Parameters of the choice-th answer; its seed is the request's plus `choice`, within 64 bits."""
-        self._require_known(request.stop_token_ids or (), "stop_token_ids")
+        ends = tuple(request.stop_token_ids or ())
         bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+        self._require_known(ends, "stop_token_ids")
         self._require_known(bias, "logit_bias")
-        given = {
-            name: value
-            for name in ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", *PENALTIES)
-            if (value := getattr(request, name)) is not None
-        }
+        given: dict[str, Any] = {"temperature": 1.0}
+        given |= {name: value for name in SAME_NAME if (value := getattr(request, name)) is not None}
         try:
             return SamplingParams(
-                **{"temperature": 1.0, **given},
+                **given,
                 seed=None if request.seed is None else (request.seed + choice + 2**63) % 2**64 - 2**63,
                 max_tokens=limit,
                 stop=request.stop_strings(),
-                stop_token_ids=tuple(request.stop_token_ids or ()),
+                stop_token_ids=ends,
                 logit_bias=bias,
-                **own,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
         except ValueError as error:  # the message begins with the parameter's name
             raise bad_request(str(error), str(error).split(" ", 1)[0], "invalid_value") from error
@@ -178,9 +187,6 @@ class Translator:
             if token >= self.tokenizer.size:
                 message = f"token id {token} is outside the vocabulary of {self.tokenizer.size} tokens"
                 raise bad_request(message, param, "invalid_value")
-
-
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def _template_message(message: Message) -> dict[str, Any]:
