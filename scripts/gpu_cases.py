@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "triton"))
 import kernel_reference as reference
 
 import jetflow_triton as ops
-from jetflow_triton import activation, attention, kv, moe, norm, rope
+from jetflow_triton import activation, kv, moe, norm, rope
+from jetflow_triton.attention import tree_attention_twin
+from jetflow_triton.choice import accept_walk_twin, sample_twin
+from jetflow_triton.exact_attention import tree_attention_exact_twin
 from jetflow_triton.linear import linear_twin
 from jetflow_triton.logprobs import topk_logprobs_twin
 from jetflow_triton.roofline import Model
@@ -114,6 +117,28 @@ def build_topk(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
     return hidden.to(dtype), table, 4, tokens
 
 
+def build_sample(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    """Every combination of the filters, on and off, and rows that take the largest."""
+
+    def mixed(*values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(0, len(values), (rows,))]
+
+    seeds, positions = torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 1000, (rows,))
+    columns = (mixed(0.0, 0.7, 1.3), mixed(0, 5, 50).long(), mixed(1.0, 0.9, 0.3), mixed(0.0, 0.05))
+    return normal(dtype, rows, model.vocab, scale=3.0), *columns, seeds, positions
+
+
+def build_walk(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
+    """Trees side by side, an empty one among them; a node's token is its rank among its siblings."""
+    generator = torch.Generator().manual_seed(rows)
+    sizes = [rows // 3, 0, rows - rows // 3]
+    trees = [reference.random_parents(size, generator) if size else [] for size in sizes]
+    tokens = torch.tensor([tree[:i].count(parent) for tree in trees for i, parent in enumerate(tree)])
+    starts = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0).to(torch.int32)
+    parents = torch.tensor([parent for tree in trees for parent in tree])
+    return tokens, parents, starts, torch.randint(0, 2, (rows,)), 40
+
+
 def build_route(model: Model, rows: int, dtype: torch.dtype) -> Arguments:
     return normal(dtype, rows, model.experts), model.top_k, True
 
@@ -139,18 +164,20 @@ SPECS: dict[str, Spec] = {
     "kv_move": Spec(kv.kv_move_twin, build_move, 0),
     "linear": Spec(linear_twin, build_linear, rows=(0,)),
     "topk_logprobs": Spec(topk_logprobs_twin, build_topk, 4),
+    "sample": Spec(sample_twin, build_sample, 0, rows=tuple(range(7))),
+    "accept_walk": Spec(accept_walk_twin, build_walk, 0),
     "moe_route": Spec(moe.moe_route_twin, build_route, wide=True, rows=(0,)),
     "moe_experts": Spec(moe.moe_experts_twin, build_experts, 2, rows=(0, 3, 4)),
 }
 
-OPS = ("tree_attention", *sorted(SPECS, key=lambda op: not op.startswith(("moe", "linear"))))
+OPS = ("tree_attention", "tree_attention_exact", *sorted(SPECS, key=lambda op: not op.startswith(("moe", "linear"))))
 """All ops, those that take longest first."""
 
 
 def cases(op: str, model: Model, dtype: torch.dtype, device: str) -> Iterator[Case]:
     """All comparisons of an op in one dtype."""
-    if op == "tree_attention":
-        yield from attention_cases(model, dtype, device)
+    if op.startswith("tree_attention"):
+        yield from attention_cases(op, model, dtype, device)
         return
     spec = SPECS[op]
     tolerance = spec.factor * TOLERANCE[torch.float32 if spec.wide else dtype]
@@ -229,26 +256,29 @@ def gradients(op: str, spec: Spec, model: Model, dtype: torch.dtype, device: str
     return max(errors_of(results, backward(spec.twin, args)))
 
 
-def attention_cases(model: Model, dtype: torch.dtype, device: str) -> Iterator[Case]:
+ATTENTION = {"tree_attention": tree_attention_twin, "tree_attention_exact": tree_attention_exact_twin}
+
+
+def attention_cases(op: str, model: Model, dtype: torch.dtype, device: str) -> Iterator[Case]:
     """Widths, page sizes, trees and chains, groups of heads, a window; and that a sequence does not feel its neighbours."""
     tolerance = TOLERANCE[dtype]
+    plain = Shape(model.heads, model.kv_heads, model.width, 16, True)
     shapes = [
         Shape(model.heads, model.kv_heads, width, page, masked)
         for width in ((64, 80, 96, 128, 256) if model.width >= 64 else (model.width,))
         for page, masked in ((16, True), (256, False))
     ]
-    shapes += [
-        Shape(32, 4, model.width, 64, True),
-        Shape(6, 2, model.width, 16, True),
-        Shape(model.heads, model.kv_heads, model.width, 16, True, window=50),
-    ]
+    shapes += [Shape(32, 4, model.width, 64, True), Shape(6, 2, model.width, 16, True)]
+    if op == "tree_attention":
+        shapes.append(replace(plain, window=50))
     for shape in shapes:
-        yield Case(str(shape), tolerance, partial(attention_error, model, shape, dtype, device))
-    blind = Shape(model.heads, model.kv_heads, model.width, 16, True)
+        yield Case(str(shape), tolerance, partial(attention_error, op, model, shape, dtype, device))
     yield Case(
-        "a query that sees nothing", tolerance, partial(attention_error, model, blind, dtype, device, blind=True)
+        "a query that sees nothing", tolerance, partial(attention_error, op, model, plain, dtype, device, blind=True)
     )
-    yield Case("neighbours", 0.0, partial(attention_alone, model, dtype, device))
+    yield Case("neighbours", 0.0, partial(attention_alone, op, model, plain, dtype, device))
+    if op == "tree_attention_exact":
+        yield Case("a path as a plain sequence", 0.0, partial(path_error, op, model, plain, dtype, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,21 +317,48 @@ def ragged(model: Model, shape: Shape, dtype: torch.dtype) -> reference.Ragged:
     )
 
 
-def attention_error(model: Model, shape: Shape, dtype: torch.dtype, device: str, *, blind: bool = False) -> float:
+def attention_error(
+    op: str, model: Model, shape: Shape, dtype: torch.dtype, device: str, *, blind: bool = False
+) -> float:
     call = ragged(model, shape, dtype)
     if blind:  # the last node of the batch: no prefix, not even itself
         call.prefix_lens[-1], call.tree_mask[-1] = 0, 0
-    return compare(ops.tree_attention, attention.tree_attention_twin, call.args(), device)
+    return compare(getattr(ops, op), ATTENTION[op], arguments_of(op, call), device)
 
 
-def attention_alone(model: Model, dtype: torch.dtype, device: str) -> float:
-    call = ragged(model, Shape(model.heads, model.kv_heads, model.width, 16, True), dtype)
-    call = reference.Ragged(*to_device(call.args(), device))
-    together = ops.tree_attention(*call.args()).cpu()
+def arguments_of(op: str, call: reference.Ragged) -> Arguments:
+    """What the op takes of a call: exact attention knows no window."""
+    return call.args() if op == "tree_attention" else call.args()[:8]
+
+
+def attention_alone(op: str, model: Model, shape: Shape, dtype: torch.dtype, device: str) -> float:
+    call = reference.Ragged(*to_device(ragged(model, shape, dtype).args(), device))
+    run = getattr(ops, op)
+    together = run(*arguments_of(op, call)).cpu()
     worst = 0.0
     for b, (first, last) in enumerate(pairwise(call.query_start.tolist())):
         if last > first:
-            worst = max(worst, error_of(ops.tree_attention(*call.alone(b).args()).cpu(), together[first:last]))
+            worst = max(worst, error_of(run(*arguments_of(op, call.alone(b))).cpu(), together[first:last]))
+    return worst
+
+
+def path_error(op: str, model: Model, shape: Shape, dtype: torch.dtype, device: str) -> float:
+    """Nodes of a tree, and the same tokens as a chain behind the prefix."""
+    parents = reference.random_parents(40, torch.Generator().manual_seed(1))
+    call = reference.random_call(
+        [parents],
+        [600 if model.width >= 64 else 90],
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        width=shape.width,
+        dtype=dtype,
+    )
+    run, worst = getattr(ops, op), 0.0
+    together = run(*to_device(arguments_of(op, call), device)).cpu()
+    for leaf in sorted(set(range(40)) - set(parents))[:5]:
+        path = reference.path_to(leaf, parents)
+        plain = run(*to_device(arguments_of(op, reference.as_sequence(call, path)), device)).cpu()
+        worst = max(worst, error_of(together[path], plain))
     return worst
 
 

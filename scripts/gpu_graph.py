@@ -69,8 +69,9 @@ def make_inputs(model: Model, dtype: torch.dtype, seed: int) -> Tensors:
     target[: len(moved)] = slots[moved - 1]
     source = torch.zeros(8, dtype=torch.int64)
     source[: len(moved)] = slots[moved]
+    rows = sum(counts)
     return {
-        "x": normal(dtype, sum(counts), model.hidden),
+        "x": normal(dtype, rows, model.hidden),
         "kv": normal(dtype, model.layers, 2, tables.numel(), 16, model.kv_heads, model.width),
         "tables": tables.to(torch.int32),
         "starts": call.query_start,
@@ -78,6 +79,13 @@ def make_inputs(model: Model, dtype: torch.dtype, seed: int) -> Tensors:
         "mask": call.tree_mask,
         "positions": call.positions,
         "slots": slots,
+        "tokens": torch.tensor([tree[:i].count(parent) for tree in trees for i, parent in enumerate(tree)]),
+        "parents": torch.tensor([parent for tree in trees for parent in tree]),
+        "temperature": torch.rand(rows),
+        "top_k": torch.randint(0, 20, (rows,)),
+        "top_p": 1 - torch.rand(rows) / 4,
+        "min_p": torch.rand(rows) / 20,
+        "seeds": torch.randint(0, 2**60, (rows,)),
         "source": source,
         "target": target,
     }
@@ -122,8 +130,13 @@ def decode(kind: str, model: Model, weights: Tensors, inputs: Tensors) -> Tensor
             x = ops.moe_experts(x, weights["gate_up"], weights["down"], *routed)
         x, residual = ops.add_rms_norm(x, residual, weights["norm"], eps)
     logits = ops.linear(x, weights["head"])
+    filters = (inputs[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions"))
+    choices = ops.sample(logits, *filters) % 3  # tokens are ranks among siblings, so that walks go on
+    path, lengths, bonus = ops.accept_walk(inputs["tokens"], inputs["parents"], inputs["starts"], choices, 8)
+    logprobs, ids, logsumexp = ops.topk_logprobs(x, weights["head"], 4)
     ops.kv_move(kv, inputs["source"], inputs["target"])
-    return {"hidden": x, "logits": logits, "kv": kv}
+    results = {"hidden": x, "kv": kv, "choices": choices, "path": path, "lengths": lengths, "bonus": bonus}
+    return results | {"logprobs": logprobs, "ids": ids, "logsumexp": logsumexp}
 
 
 def attend(model: Model, weights: Tensors, inputs: Tensors, cache: Tensor, x: Tensor) -> Tensor:

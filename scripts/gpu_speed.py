@@ -100,23 +100,32 @@ def build_move(model: Model, load: Load) -> Call:
     return lambda: ops.kv_move(kv, source, target)
 
 
-def build_attention(model: Model, load: Load) -> Call:
-    pages = -(-(load.context + load.budget) // 16)
-    kv = normal(2, load.batch * pages, 16, model.kv_heads, model.width)
-    mask = tree_mask(load.budget).to(kv.device).repeat(load.batch, 1)
-    tables = torch.randperm(load.batch * pages).to(torch.int32).view(load.batch, pages)
-    starts = torch.arange(load.batch + 1, dtype=torch.int32) * load.budget
-    prefixes = torch.full((load.batch,), load.context, dtype=torch.int32)
-    q, scale = normal(load.tokens, model.heads, model.width), model.width**-0.5
-    return lambda: ops.tree_attention(q, kv[0], kv[1], tables, starts, prefixes, mask, scale)
+def build_attention(op: str) -> Callable[[Model, Load], Call]:
+    def build(model: Model, load: Load) -> Call:
+        pages = -(-(load.context + load.budget) // 16)
+        kv = normal(2, load.batch * pages, 16, model.kv_heads, model.width)
+        mask = tree_mask(load.budget).to(kv.device).repeat(load.batch, 1)
+        tables = torch.randperm(load.batch * pages).to(torch.int32).view(load.batch, pages)
+        starts = torch.arange(load.batch + 1, dtype=torch.int32) * load.budget
+        prefixes = torch.full((load.batch,), load.context, dtype=torch.int32)
+        q, scale = normal(load.tokens, model.heads, model.width), model.width**-0.5
+        return lambda: getattr(ops, op)(q, kv[0], kv[1], tables, starts, prefixes, mask, scale)
+
+    return build
+
+
+@cache
+def tree_parents(nodes: int) -> list[int]:
+    """One random tree."""
+    with torch.device("cpu"):
+        return reference.random_parents(nodes, torch.Generator().manual_seed(0))
 
 
 @cache
 def tree_mask(nodes: int) -> Tensor:
-    """The mask of one random tree, on the CPU."""
+    """Its mask, on the CPU."""
     with torch.device("cpu"):
-        parents = reference.random_parents(nodes, torch.Generator().manual_seed(0))
-        return reference.ancestor_mask([parents], -(-nodes // 32))
+        return reference.ancestor_mask([tree_parents(nodes)], -(-nodes // 32))
 
 
 def build_linear(name: str) -> Callable[[Model, Load], Call]:
@@ -131,6 +140,22 @@ def build_linear(name: str) -> Callable[[Model, Load], Call]:
 def build_topk(model: Model, load: Load) -> Call:
     hidden, table = normal(load.tokens, model.hidden), normal(model.vocab, model.hidden)
     return lambda: ops.topk_logprobs(hidden, table, CANDIDATES)
+
+
+def build_sample(model: Model, load: Load) -> Call:
+    logits, ones, zeros = normal(load.tokens, model.vocab), torch.ones(load.tokens), torch.zeros(load.tokens)
+    off, positions = torch.zeros(load.tokens, dtype=torch.int64), torch.arange(load.tokens)
+    return lambda: ops.sample(logits, ones, off, ones, zeros, positions, positions)
+
+
+def build_walk(model: Model, load: Load) -> Call:
+    """Every node's first child is chosen, so that the walks go on."""
+    parents = torch.tensor(tree_parents(load.budget))
+    tokens = (parents[:, None] == parents).tril(-1).sum(1)  # the rank among its siblings
+    tokens, parents = tokens.repeat(load.batch), parents.repeat(load.batch)
+    starts = torch.arange(load.batch + 1, dtype=torch.int32) * load.budget
+    choices = torch.zeros(load.tokens, dtype=torch.int64)
+    return lambda: ops.accept_walk(tokens, parents, starts, choices, load.budget - 1)
 
 
 def build_route(model: Model, load: Load) -> Call:
@@ -154,10 +179,12 @@ def _heads(model: Model, load: Load) -> tuple[Tensor, ...]:
 
 
 BUILDERS: dict[str, Callable[[Model, Load], Call]] = {
-    "tree_attention": build_attention,
+    "tree_attention": build_attention("tree_attention"),
     "moe_experts": build_experts,
     **{f"linear {name}": build_linear(name) for name in ("gate_up", "qkv", "o", "down", "router", "head")},
     "topk_logprobs": build_topk,
+    "sample": build_sample,
+    "accept_walk": build_walk,
     "moe_route": build_route,
     "qk_norm_rope": build_rope,
     "kv_write": build_write,
@@ -165,6 +192,7 @@ BUILDERS: dict[str, Callable[[Model, Load], Call]] = {
     "add_rms_norm": build_add_norm,
     "rms_norm": build_norm,
     "silu_mul": build_silu,
+    "tree_attention_exact": build_attention("tree_attention_exact"),
 }
 """By the names of the roofline, the most telling first."""
 

@@ -21,8 +21,10 @@ BLOCK, SPLIT, FILLED = 64, 512, 128  # of attention: slots a block, slots a spli
 ITEM = 2  # bytes of bfloat16 and float16
 LAUNCH = 2e-6  # seconds a dependent kernel of a captured graph takes to start and drain
 SHARE = 2  # an SM draws at most this multiple of its share of the bandwidth: half of them saturate it
+SPAN, LAG = 64, 32  # of exact attention: keys a block, latest keys that are in none
 PART, AT_ONCE = 4096, 2**28  # of topk_logprobs: logits a program, logits that exist at a time
 CANDIDATES = 32  # its k
+SAMPLE_PREPARATION = 30  # launches of torch's own that prepare the columns of sample: keys, filters
 DEPTH = 8  # nodes that a tree's node sees, itself among them, where the tree is large enough
 ACCEPTED = 4  # nodes of a sequence that move to their final slots in a step
 
@@ -148,6 +150,28 @@ def tree_attention(model: Model, load: Load) -> Cost:
     )
 
 
+def tree_attention_exact(model: Model, load: Load) -> Cost:
+    """As `tree_attention`; our programs go through whole blocks of keys, then through the last ones one at a time."""
+    tiles = load.batch * ceil(load.budget / (ROWS * model.kv_heads // model.heads))
+    same, line = tree_attention(model, load), 2 * model.kv_heads * model.width * ITEM
+    again = (tiles - load.batch) * (load.context + load.budget) * line
+    columns = load.context + load.budget
+    return Cost(
+        bytes=same.bytes,
+        flops=same.flops,
+        loads=same.bytes + again,
+        issued=4 * tiles * ROWS * model.kv_heads * model.width * columns,
+        programs=tiles * model.kv_heads,
+        launches=1,
+    )
+
+
+def slots_one_by_one(load: Load) -> int:
+    """Slots that exact attention does not cover with whole blocks of keys."""
+    seen = load.context + min(load.budget, DEPTH)
+    return load.context + load.budget - max(seen - LAG, 0) // SPAN * SPAN
+
+
 def partial_bytes(model: Model, load: Load) -> int:
     """What attention writes and reads again to merge splits that are spread over the grid; 0 if none are."""
     splits = ceil(load.context / SPLIT)
@@ -201,6 +225,20 @@ def topk_logprobs(model: Model, load: Load) -> Cost:
     return Cost(moved, flops, loads, flops, ceil(vocab / 128), 3 * turns)
 
 
+def sample(model: Model, load: Load) -> Cost:
+    """The logits once and a token a row, without filters: some 30 operations a token for its noise."""
+    tokens, vocab = load.tokens, model.vocab
+    logits, columns = tokens * vocab * ITEM, tokens * (4 * 4 + 3 * 8)
+    flops = 30 * tokens * vocab
+    return Cost(logits + columns, flops, 2 * logits + columns, flops, tokens, 1 + SAMPLE_PREPARATION)
+
+
+def accept_walk(model: Model, load: Load) -> Cost:
+    """Tokens, parents and choices of all nodes, and the paths; a program a tree."""
+    moved = load.tokens * 3 * 8 + load.batch * (DEPTH + 2) * 8
+    return Cost(moved, 0, moved + load.batch * DEPTH * 8, 0, load.batch, 2)
+
+
 def distinct_experts(model: Model, tokens: int) -> float:
     """`E (1 − (1 − k/E)^T)`: the experts that T tokens are expected to read."""
     return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
@@ -227,7 +265,7 @@ def _rows(tokens: int, moved: int, weight: int, flops: int) -> Cost:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An op of the sheet: its cost, and how often a decode step calls it (None: not with this model)."""
+    """An op of the sheet: its cost, and how often a step calls it (0: not the default one, None: not with this model)."""
 
     cost: Callable[[Model, Load], Cost]
     calls: Callable[[Model], int | None]
@@ -251,6 +289,7 @@ OPS: dict[str, Op] = {
     "qk_norm_rope": Op(qk_norm_rope, _in_layers),
     "kv_write": Op(kv_write, _in_layers),
     "tree_attention": Op(tree_attention, _in_layers),
+    "tree_attention_exact": Op(tree_attention_exact, lambda _: 0),
     "linear qkv": Op(linear("qkv"), _in_layers),
     "linear o": Op(linear("o"), _in_layers),
     "linear gate_up": Op(linear("gate_up"), _if_dense),
@@ -260,6 +299,8 @@ OPS: dict[str, Op] = {
     "silu_mul": Op(silu_mul, _if_dense),
     "moe_route": Op(moe_route, _if_sparse),
     "moe_experts": Op(moe_experts, _if_sparse),
+    "sample": Op(sample, lambda _: 1),
+    "accept_walk": Op(accept_walk, lambda _: 1),
     "topk_logprobs": Op(topk_logprobs, lambda _: 1),
     "kv_move": Op(kv_move, lambda _: 1),
 }

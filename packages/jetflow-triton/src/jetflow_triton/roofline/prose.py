@@ -42,10 +42,12 @@ def losses() -> Iterator[str]:
     yield small_trees()
     yield short_prefixes()
     yield merging()
+    yield one_by_one()
     yield many_rows()
     yield distinct()
     yield crowded_experts()
     yield logits()
+    yield choosing()
     yield (
         "**`kv_move`.** Passes through a scratch tensor so that moves may overlap: twice the bytes and two launches, "
         "once a step."
@@ -123,6 +125,18 @@ def merging() -> str:
     )
 
 
+def one_by_one() -> str:
+    """Exact attention is in no hurry."""
+    load = Load(1, 64, 8192)
+    cost = costs.tree_attention_exact(DENSE, load)
+    return (
+        "**`tree_attention_exact`.** One program goes through a tile's whole prefix, and through the last "
+        f"{costs.slots_one_by_one(load)} slots one at a time outside the tensor cores: at batch 1, budget 64, context "
+        f"8,192 {cost.programs:.0f} programs and {us(cost.expected(H100))} against {us(cost.floor(H100))} "
+        f"({DENSE.name}), without the waiting in between, which the model does not know. That is the price of exact mode."
+    )
+
+
 def many_rows() -> str:
     """The row-invariant product beyond one tile."""
     few, many = (costs.linear("gate_up")(DENSE, Load(batch, 64, 0)) for batch in (1, 8))
@@ -167,6 +181,18 @@ def logits() -> str:
         f"{mb(2 * 64 * DENSE.vocab * ITEM)} beside the table's {mb(DENSE.vocab * DENSE.hidden * ITEM)} for 64 rows of "
         f"{DENSE.name}; each of {-(-DENSE.vocab // costs.PART)} parts of a row passes its {costs.CANDIDATES} best on. In "
         f"all {number(cost.loads / cost.bytes)}x the bytes and {cost.launches} launches."
+    )
+
+
+def choosing() -> str:
+    """Small tensors, many launches."""
+    cost = costs.sample(DENSE, Load(1, 64, 0))
+    walk = costs.accept_walk(DENSE, Load(8, 64, 0))
+    return (
+        f"**`sample`, `accept_walk`.** torch prepares the parameters of `sample` in {costs.SAMPLE_PREPARATION} launches: "
+        f"{us(cost.expected(H100))} for 64 rows where the floor is {us(cost.floor(H100))}. A row is read twice; a top-k or "
+        "top-p adds up to 31 readings of it, a bisection each, from L2. A tree's walk is one program and a chain of "
+        f"dependent reads: {walk.bytes / 1e3:.0f} KB at batch 8 are nothing, the {walk.launches} launches are."
     )
 
 
