@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kernel_configurations import BF16, FP16, FP32, meta
+from kernel_configurations import BF16, FP16, FP32, indices, meta
 from torch import Tensor
 
+from jetflow_triton.kernels import choice, logprobs
 from jetflow_triton.kernels import linear as linear_kernels
-from jetflow_triton.kernels import logprobs
 
 PRODUCTS = {"linear_kernel"}
 """Kernels whose products belong on the tensor cores."""
@@ -24,6 +24,14 @@ def topk(tokens: int, k: int, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
     return logprobs.topk_logprobs(meta(tokens, 4096, dtype=dtype), meta(151936, 4096, dtype=dtype), k, 151669)
 
 
+def choices(trees: int, nodes: int, dtype: torch.dtype = BF16) -> None:
+    """A token after every node of the trees, then the walks."""
+    rows, long = trees * nodes, torch.int64
+    one, count = meta(rows, dtype=FP32), indices(rows, dtype=long)
+    choice.sample(meta(rows, 151936, dtype=dtype), one, count, one, one, count, count)
+    choice.accept_walk(count, count, indices(trees + 1), count, 16)
+
+
 CONFIGURATIONS: dict[str, Callable[[], object]] = {
     "linear, 8B, qkv": lambda: linear(64, 4096, 6144),
     "linear, 8B, gate and up": lambda: linear(64, 4096, 24576),
@@ -32,4 +40,6 @@ CONFIGURATIONS: dict[str, Callable[[], object]] = {
     "linear, 8B, o, fp32": lambda: linear(64, 4096, 4096, FP32),
     "top-k, 32 of 151936": lambda: topk(16, 32),
     "top-k, 20 of 151936, fp16": lambda: topk(300, 20, FP16),
+    "sample and walk, 8 trees of 64": lambda: choices(8, 64),
+    "sample and walk, one tree, fp32": lambda: choices(1, 33, FP32),
 }

@@ -6,10 +6,15 @@ its own.
 
 from __future__ import annotations
 
+import kernel_reference as reference
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from jetflow_triton.choice import _log_exponential, accept_walk_twin, sample_twin
+from jetflow_triton.kernels import choice as choice_kernels
 from jetflow_triton.kernels import linear as linear_kernels
 from jetflow_triton.kernels import logprobs as logprobs_kernels
 from jetflow_triton.linear import linear_twin
@@ -92,3 +97,72 @@ def test_topk_logprobs_of_extreme_logits() -> None:
     assert logprobs[2].tolist() == [0.0, pytest.approx(-289.855, abs=1e-2), pytest.approx(-579.71, abs=1e-2)]
     assert ids.tolist() == [[0, 1, 2], [3, 60, 0], [69, 68, 67], [0, 1, 2]]
     assert logsumexp.tolist() == [-torch.inf, pytest.approx(5.6931472), 1e4, pytest.approx(4.2484952)]
+
+
+@triton.jit
+def _noise_kernel(counters, out, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    noise = choice_kernels._log_exponential(tl.load(counters + index).to(tl.uint64, bitcast=True))
+    tl.store(out + index, noise)
+
+
+def test_noise() -> None:
+    counters = torch.randint(-(2**63), 2**63 - 1, (1 << 14,))
+    noise = torch.empty(1 << 14)
+    _noise_kernel[(1,)](counters, noise, SIZE=1 << 14)
+    torch.testing.assert_close(noise, _log_exponential(counters), atol=5e-7, rtol=5e-7)
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice_kernels, "BLOCK", 64)
+
+
+@every_dtype
+@pytest.mark.usefixtures("short_steps")
+def test_sample(dtype: torch.dtype) -> None:
+    rows, vocab = 12, 75
+    logits = (torch.randn(rows, vocab + 5) * 3).to(dtype)[:, :vocab]
+    logits[:, 40:] = logits[:, 5:40].clone()  # ties
+    logits[3, ::2], logits[4], logits[5, 7], logits[6, 7] = -torch.inf, -torch.inf, torch.nan, torch.inf
+    temperature = torch.tensor([0.7, 1.5, 0.0, 1.0, 1.0, 1.0, 1.0, 1.2, 0.5, 2.0, 1.1, 0.9])
+    top_k = torch.tensor([0, 1, 5, 74, 0, 9, 0, 0, 75, 2**40, 9, 30])
+    top_p = torch.tensor([0.9, 1.0, 1.0, 0.9, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.6, 1e-6], dtype=torch.float64)
+    min_p = torch.tensor([0.0, 0.0, 0.1]).repeat(4)
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (rows,)), torch.randint(0, 9999, (rows,))
+    args = (logits, temperature, top_k, top_p, min_p, seeds, positions)
+    expected = sample_twin(*args)
+    assert torch.equal(choice_kernels.sample(*args), expected)
+    assert expected[4:7].tolist() == [-1, -1, -1]
+    assert len(set(expected.tolist())) > 6
+
+
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in divide"
+)  # numpy's: a distance is past the range, as it may be
+@pytest.mark.usefixtures("short_steps")
+def test_sample_at_extreme_temperatures() -> None:
+    logits = torch.randn(4, 50)
+    ones, zeros = torch.ones(4), torch.zeros(4)
+    temperature = torch.tensor([1e-38, 1e-3, 1e38, 1e30])
+    args = (logits, temperature, zeros.long(), ones, zeros, torch.arange(4), torch.arange(4))
+    assert torch.equal(choice_kernels.sample(*args), sample_twin(*args))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_accept_walk(index: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    trees = [reference.random_parents(nodes, generator) if nodes else [] for nodes in (1, 0, 300, 9, 40)]
+    starts = torch.tensor([0, *map(len, trees)], dtype=torch.int32).cumsum(0).to(torch.int32)
+    parents = torch.tensor([parent for tree in trees for parent in tree], dtype=index)
+    tokens = torch.arange(len(parents), dtype=index)  # distinct, so siblings are
+    choices = torch.full((len(parents),), -1)
+    for b, tree in enumerate(trees):  # a random child, where there is one
+        for node, parent in enumerate(tree):
+            if parent >= 0:
+                choices[starts[b] + parent] = starts[b] + node
+    for depth in (400, 2):
+        results = choice_kernels.accept_walk(tokens, parents, starts, choices, depth)
+        for result, expected in zip(results, accept_walk_twin(tokens, parents, starts, choices, depth), strict=True):
+            assert torch.equal(result, expected)
+    assert results[1].tolist()[:3] == [1, 0, 3]

@@ -3,6 +3,7 @@
 from jetflow_triton.activation import silu_mul
 from jetflow_triton.attention import tree_attention
 from jetflow_triton.checks import debug_checks
+from jetflow_triton.choice import accept_walk, sample
 from jetflow_triton.exact_attention import tree_attention_exact
 from jetflow_triton.kv import kv_move, kv_write
 from jetflow_triton.linear import linear
@@ -12,6 +13,7 @@ from jetflow_triton.norm import add_rms_norm, rms_norm
 from jetflow_triton.rope import qk_norm_rope
 
 __all__ = [
+    "accept_walk",
     "add_rms_norm",
     "debug_checks",
     "kv_move",
@@ -21,6 +23,7 @@ __all__ = [
     "moe_route",
     "qk_norm_rope",
     "rms_norm",
+    "sample",
     "silu_mul",
     "topk_logprobs",
     "tree_attention",
