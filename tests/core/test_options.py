@@ -520,6 +520,17 @@ def test_logprobs_are_the_float32_log_softmax(dtype: torch.dtype) -> None:
         assert [value for _, value in entry.top] == sorted((v for _, v in entry.top), reverse=True)
 
 
+@pytest.mark.parametrize("top", [1, 2, 5, 20])
+def test_equal_alternatives_come_by_their_ids(top: int) -> None:
+    """So that under greedy choice the first of them is the chosen one, in bfloat16 too, where many logits are equal."""
+    logits = torch.randint(0, 6, (30, 64)).to(torch.bfloat16)
+    chosen = choose(logits, []).tolist()
+    for entry, row in zip(token_logprobs(logits, chosen, [top] * 30), logits.tolist(), strict=True):
+        ids = [token for token, _ in entry.top]
+        assert ids == sorted(range(64), key=lambda token: (-row[token], token))[:top]
+        assert entry.top[0] == (entry.token_id, entry.logprob)
+
+
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
     assert len(token_logprobs(torch.randn(1, 4), [2], [20])[0].top) == 4
 

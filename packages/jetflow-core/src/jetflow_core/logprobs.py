@@ -19,7 +19,7 @@ MAX_TOP = 20
 class TokenLogprobs:
     """Log-probability of `token_id` at its position, and there the `top` (token, log-probability) pairs, best first.
 
-    The token itself is in `top` only when it is one of the best.
+    Of equal ones the lower id comes first. The token itself is in `top` only when it is one of the best.
     """
 
     token_id: int
@@ -29,17 +29,21 @@ class TokenLogprobs:
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs]:
     """What row k of `logits` [n, V] (raw, any float dtype) says of `tokens[k]`, with the `tops[k]` best of the row."""
-    normaliser = logits.float().logsumexp(dim=-1, keepdim=True)
-    own = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
-    best = logits.topk(min(max(tops), logits.shape[-1]), dim=-1)
-    columns = (
-        tokens,
-        (own.float() - normaliser).squeeze(-1).tolist(),
-        best.indices.tolist(),
-        (best.values.float() - normaliser).tolist(),
-        tops,
-    )
+    own = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]).squeeze(-1).tolist()
+    normalisers = logits.float().logsumexp(dim=-1).tolist()
+    best = _best(logits, min(max(tops), logits.shape[-1]))
     return [
-        TokenLogprobs(token, logprob, list(zip(ids[:top], values[:top], strict=True)))
-        for token, logprob, ids, values, top in zip(*columns, strict=True)
+        TokenLogprobs(token, logit - normaliser, [(other, value - normaliser) for other, value in pairs[:top]])
+        for token, logit, normaliser, pairs, top in zip(tokens, own, normalisers, best, tops, strict=True)
     ]
+
+
+def _best(logits: Tensor, top: int) -> list[list[tuple[int, float]]]:
+    """The `top` largest (id, logit) of every row; of equal ones the lower ids, as a greedy choice has it (torch leaves that open)."""
+    best: list[list[tuple[int, float]]] = [[] for _ in logits]
+    if top == 0:
+        return best
+    rows, ids = (logits >= logits.topk(top, dim=-1).values[:, -1:]).nonzero(as_tuple=True)  # ids rise within a row
+    for row, token, value in zip(rows.tolist(), ids.tolist(), logits[rows, ids].tolist(), strict=True):
+        best[row].append((token, value))
+    return [sorted(pairs, key=lambda pair: -pair[1])[:top] for pairs in best]
