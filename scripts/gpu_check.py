@@ -4,9 +4,9 @@
 
 Three parts: `check` (results, gradients, the same bits for a row among any number of rows; bfloat16, float16, float32),
 `graph` (a decode step captured as a CUDA graph and replayed), `speed` (time of a call against the floor at Qwen3
-shapes). Each op of each part runs in a process of its own, so that one which hangs or spoils the GPU's context stops
-nothing else. Every line is printed at once; FOLDER gets `gpu_check.json`, complete after every line. What does not fit
-`--seconds` is named at the end. Exit status: 0 all right, 1 something is wrong or was not run, 2 no GPU.
+shapes). The work is done by child processes: one that hangs, dies or spoils the GPU's context costs the op it was at, and
+the rest goes on. Every line is printed at once; FOLDER gets `gpu_check.json`, complete after every line. What does not
+fit `--seconds` is named. Exit status: 0 all right, 1 something is wrong or was not run, 2 no GPU.
 """
 
 from __future__ import annotations
@@ -31,42 +31,39 @@ import gpu_speed
 import torch
 
 Record = dict[str, Any]
-LONGEST = 200  # seconds that one process may take
+SILENCE = 100  # seconds without a line after which a process counts as hung
+SPOILED = 3  # exit status of a process whose GPU context is lost
 
 
-def check(op: str, device: str, quick: bool) -> Iterator[Record]:
-    """Every comparison of one op."""
+def check(name: str, device: str, quick: bool) -> Iterator[Record]:
+    """Every comparison of one op in one dtype."""
+    op, dtype = name.split()
     model = gpu_cases.TINY if quick else gpu_cases.CHECKED
-    for dtype in gpu_cases.TOLERANCE:
-        for case in gpu_cases.cases(op, model, dtype, device):
-            record = {"case": f"{str(dtype).removeprefix('torch.')}, {case.name}", "allowed": case.allowed}
-            yield record | attempt(lambda case=case: judged(case.run(), case.allowed))
+    for case in gpu_cases.cases(op, model, getattr(torch, dtype), device):
+        yield {"case": case.name, "allowed": case.allowed} | attempt(lambda case=case: judged(case))
 
 
-def graph(op: str, device: str, quick: bool) -> Iterator[Record]:
-    """A decode step of one kind of model, replayed."""
+def graph(name: str, device: str, quick: bool) -> Iterator[Record]:
+    """A decode step of one kind of model in one dtype, replayed."""
+    kind, dtype = name.split()
     model = gpu_cases.TINY if quick else gpu_cases.CHECKED
-    for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float16):
-        for case in gpu_graph.cases(op, model, dtype, device):
-            record = {"case": f"{str(dtype).removeprefix('torch.')}, {case.name}", "allowed": case.allowed}
-            yield record | attempt(lambda case=case: judged(case.run(), case.allowed))
+    for case in gpu_graph.cases(kind, model, getattr(torch, dtype), device):
+        yield {"case": case.name, "allowed": case.allowed} | attempt(lambda case=case: judged(case))
 
 
-def speed(op: str, device: str, quick: bool) -> Iterator[Record]:
+def speed(name: str, device: str, quick: bool) -> Iterator[Record]:
     """Time of one call of one op at several shapes, and its floor."""
     sheet = gpu_speed.roofline_device(torch.cuda.get_device_name() if device == "cuda" else "")
-    for row in gpu_speed.rows(op, device, quick):
-        record = {
-            "case": row.name,
-            "floor_us": 1e6 * row.cost.floor(sheet),
-            "design_us": 1e6 * row.cost.expected(sheet),
-        }
-        yield record | attempt(lambda row=row: {"us": 1e6 * gpu_speed.seconds_a_call(row, device)})
+    for row in gpu_speed.rows(name, device, quick):
+        limits = {"floor_us": 1e6 * row.cost.floor(sheet), "design_us": 1e6 * row.cost.expected(sheet)}
+        measured = attempt(lambda row=row: {"us": 1e6 * gpu_speed.seconds_a_call(row, device)})
+        yield {"case": row.name} | limits | measured
 
 
-def judged(error: float, allowed: float) -> Record:
+def judged(case: gpu_cases.Case) -> Record:
     """The outcome of a comparison."""
-    return {"error": error} if error <= allowed else {"error": error, "failure": "the error is too large"}
+    error = case.run()
+    return {"error": error} if error <= case.allowed else {"error": error, "failure": "the error is too large"}
 
 
 def attempt(run: Callable[[], Record]) -> Record:
@@ -80,16 +77,19 @@ def attempt(run: Callable[[], Record]) -> Record:
     return outcome | {"seconds": round(time.monotonic() - start, 2)}
 
 
-PARTS: dict[str, tuple[Callable[[str, str, bool], Iterator[Record]], tuple[str, ...]]] = {
-    "check": (check, tuple(gpu_cases.OPS)),
-    "graph": (graph, gpu_graph.KINDS),
-    "speed": (speed, tuple(gpu_speed.BUILDERS)),
-}
+PARTS: dict[str, Callable[[str, str, bool], Iterator[Record]]] = {"check": check, "graph": graph, "speed": speed}
+STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("check", tuple(f"{op} bfloat16" for op in gpu_cases.OPS)),
+    ("graph", tuple(f"{kind} {dtype}" for dtype in ("bfloat16", "float16") for kind in gpu_graph.KINDS)),
+    ("speed", tuple(gpu_speed.BUILDERS)),
+    ("check", tuple(f"{op} {dtype}" for dtype in ("float16", "float32") for op in gpu_cases.OPS)),
+)
+"""What is done, the most telling first."""
 
 
 def line_of(record: Record) -> str:
     """A record for the eye."""
-    name = f"{record['part']:5s} {record['op']}: {record['case']}"
+    name = f"{record['part']:5s} {record['name']}: {record['case']}"
     if "failure" in record:
         return f"FAILED {name}: {record['failure']} (error {record.get('error')})\n{record.get('trace', '')}".rstrip()
     if record["part"] == "speed":
@@ -124,42 +124,73 @@ class Report:
         counts = ", ".join(f"{part} {sum(r['part'] == part for r in self.records)}" for part in PARTS)
         print(f"\nrecords: {counts}; failed: {len(failed)}")
         for record in failed:
-            print(f"  {record['part']} {record['op']}: {record['case']}: {record['failure']}")
+            print(f"  {record['part']} {record['name']}: {record['case']}: {record['failure']}")
         sys.stdout.flush()
         return len(failed)
 
 
-def run_child(part: str, op: str, options: argparse.Namespace, report: Report, deadline: float) -> None:
-    """One op of one part in its own process; its lines go to the report as they come."""
-    left = min(LONGEST, deadline - time.monotonic())
-    if left <= 0:
-        report.add({"part": part, "op": op, "case": "all", "failure": "not run: out of time"})
-        return
-    command = [sys.executable, __file__, "--child", part, op, "--device", options.device]
+def run_names(part: str, names: list[str], options: argparse.Namespace, report: Report, deadline: float) -> None:
+    """Works through `names` in one process; when it fails at one of them, in another one behind that."""
+    while names:
+        if deadline <= time.monotonic():
+            for name in names:
+                report.add({"part": part, "name": name, "case": "all", "failure": "not run: out of time"})
+            return
+        reached, failure, trace = run_child(part, names, options, report, deadline)
+        if failure:
+            report.add({"part": part, "name": reached, "case": "all", "failure": failure, "trace": trace})
+            names = names[names.index(reached) + 1 :]
+        else:
+            names = []
+
+
+def run_child(
+    part: str, names: list[str], options: argparse.Namespace, report: Report, deadline: float
+) -> tuple[str, str, str]:
+    """One process; its lines go to the report as they come. Returns the name it came to, what went wrong, its last words."""
+    command = [sys.executable, __file__, "--child", part, *names, "--device", options.device]
     command += ["--quick"] * options.quick
+    reached = names[0]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
-        clock = threading.Timer(left, process.kill)
-        clock.start()
+        clock = start_clock(process, deadline)
         for line in process.stdout or ():
+            clock.cancel()
+            clock = start_clock(process, deadline)
             if line.startswith("{"):  # anything else is some library's
-                report.add(json.loads(line))
+                record = json.loads(line)
+                reached = record["name"]
+                if "case" in record:
+                    report.add(record)
         status = process.wait()
         clock.cancel()
-        if status:
-            errors.seek(0)
-            why = f"killed after {left:.0f} s" if status == -9 else f"the process ended with status {status}"
-            report.add({"part": part, "op": op, "case": "all", "failure": why, "trace": errors.read()[-1500:]})
+        errors.seek(0)
+        trace = errors.read()[-1500:]
+    reasons = {0: "", SPOILED: "the GPU context was lost", -9: "killed: silent for too long, or out of time"}
+    return reached, reasons.get(status, f"the process ended with status {status}"), trace
 
 
-def child(part: str, op: str, device: str, quick: bool) -> None:
-    """The work of one process: a JSON record a line."""
-    torch.set_num_threads(4)
-    produce, _ = PARTS[part]
-    for record in produce(op, device, quick):
-        print(json.dumps({"part": part, "op": op} | record), flush=True)
+def start_clock(process: subprocess.Popen[str], deadline: float) -> threading.Timer:
+    """Kills the process unless it is cancelled in time."""
+    clock = threading.Timer(min(SILENCE, deadline - time.monotonic()), process.kill)
+    clock.start()
+    return clock
+
+
+def child(part: str, names: list[str], device: str, quick: bool) -> None:
+    """The work of one process: a JSON object a line, first of each name one without a case."""
+    torch.set_num_threads(2)
+    for name in names:
+        print(json.dumps({"name": name}), flush=True)
+        for record in PARTS[part](name, device, quick):
+            print(json.dumps({"part": part, "name": name} | record), flush=True)
+            if device == "cuda" and "failure" in record:
+                try:
+                    torch.cuda.synchronize()
+                except RuntimeError:
+                    sys.exit(SPOILED)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -168,11 +199,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", type=Path, help="where gpu_check.json goes")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: the twins stand in")
     parser.add_argument("--quick", action="store_true", help="tiny shapes")
-    parser.add_argument("--only", nargs="+", metavar="OP", help="these ops (or kinds of graph) only")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="names with one of these words, as tree_attention")
     parser.add_argument("--part", choices=PARTS, help="this part only")
     parser.add_argument("--seconds", type=float, default=440, help="time for everything (default 440)")
-    parser.add_argument("--jobs", type=int, default=6, help="processes at a time, but for the speed part")
-    parser.add_argument("--child", nargs=2, metavar=("PART", "OP"), help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time, but for the speed part (default 8)")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -180,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the script."""
     options = parse(arguments)
     if options.child:
-        child(*options.child, options.device, options.quick)
+        child(options.child[0], options.child[1:], options.device, options.quick)
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("No GPU: torch.cuda.is_available() is false, nothing was checked.")
@@ -189,11 +220,13 @@ def main(arguments: list[str] | None = None) -> int:
         options.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     report = Report(options.folder, about(options.device))
-    for part, (_, names) in PARTS.items():
-        chosen = [name for name in names if not options.only or name in options.only]
-        if options.part in (None, part):
-            with ThreadPoolExecutor(1 if part == "speed" else options.jobs) as pool:
-                running = [pool.submit(run_child, part, op, options, report, deadline) for op in chosen]
+    for part, names in STAGES:
+        chosen = [name for name in names if not options.only or set(name.split()) & set(options.only)]
+        if chosen and options.part in (None, part):
+            jobs = 1 if part == "speed" else min(options.jobs, len(chosen))
+            with ThreadPoolExecutor(jobs) as pool:
+                shares = [chosen] if jobs == 1 else [[name] for name in chosen]
+                running = [pool.submit(run_names, part, share, options, report, deadline) for share in shares]
             for one in running:
                 one.result()  # raises our own errors
     return 1 if report.close() else 0

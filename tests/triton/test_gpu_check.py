@@ -21,14 +21,13 @@ from jetflow_triton import roofline
 NOT_OPS = {"debug_checks"}
 
 
-def records(part: str, op: str) -> list[dict[str, Any]]:
-    produce, _ = gpu_check.PARTS[part]
-    return [{"part": part, "op": op} | record for record in produce(op, "cpu", True)]
+def records(part: str, name: str) -> list[dict[str, Any]]:
+    return [{"part": part, "name": name} | record for record in gpu_check.PARTS[part](name, "cpu", True)]
 
 
-@pytest.mark.parametrize(("part", "op"), [(part, op) for part, (_, ops) in gpu_check.PARTS.items() for op in ops])
-def test_every_case_runs(part: str, op: str) -> None:
-    found = records(part, op)
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, names in gpu_check.STAGES for name in names])
+def test_every_case_runs(part: str, name: str) -> None:
+    found = records(part, name)
     assert found
     for record in found:
         assert "failure" not in record, record
@@ -74,22 +73,22 @@ def test_a_wrong_kernel_fails_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPat
     right = jetflow_triton.silu_mul
 
     def wrong(gate_up: torch.Tensor) -> torch.Tensor:
-        if gate_up.dtype is torch.float16:
+        if gate_up.shape[0] == 1:
             raise RuntimeError("launch failed")
         return right(gate_up) * (2 if gate_up.shape[0] > 500 else 1)
 
     monkeypatch.setattr(jetflow_triton, "silu_mul", wrong)
-    found = records("check", "silu_mul")
-    failed = [record["case"] for record in found if "failure" in record]
-    assert len(found) == 15
-    assert {"bfloat16, 600 rows", "float32, 600 rows", "float16, 1 rows"} <= set(failed)
-    assert "bfloat16, 40 rows" not in failed
-    assert all("FAILED" in gpu_check.line_of(record) for record in found if "failure" in record)
+    found = records("check", "silu_mul bfloat16")
+    failed = {record["case"]: record for record in found if "failure" in record}
+    assert list(failed) == ["1 rows", "600 rows", "a row at any number of rows"]
+    assert [record["case"] for record in found if "failure" not in record] == ["40 rows", "gradients"]
+    assert failed["1 rows"]["failure"] == "RuntimeError: launch failed"
+    assert all(gpu_check.line_of(record).startswith("FAILED check silu_mul") for record in failed.values())
 
 
 def test_a_row_that_feels_its_neighbours_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jetflow_triton, "silu_mul", lambda gate_up: gate_up[:, ::2] * gate_up.shape[0])
-    (record,) = [r for r in records("check", "silu_mul") if r["case"] == "bfloat16, a row at any number of rows"]
+    (record,) = [r for r in records("check", "silu_mul float32") if r["case"] == "a row at any number of rows"]
     assert record["error"] > record["allowed"]
 
 
@@ -99,11 +98,20 @@ def test_a_replay_of_stale_inputs_fails(monkeypatch: pytest.MonkeyPatch) -> None
         return lambda: results, {}
 
     monkeypatch.setattr(gpu_graph, "captured", stale)
-    assert all("failure" in record for record in records("graph", "dense"))
+    assert all("failure" in record for record in records("graph", "dense bfloat16"))
 
 
 def test_script_writes_what_it_prints(tmp_path: Path) -> None:
-    command = [sys.executable, gpu_check.__file__, str(tmp_path / "out"), "--device", "cpu", "--quick", "--jobs", "1"]
+    command = [
+        sys.executable,
+        gpu_check.__file__,
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+        "--quick",
+        "--part",
+        "speed",
+    ]
     finished = subprocess.run(
         [*command, "--only", "kv_write"], check=False, capture_output=True, text=True, timeout=200
     )
@@ -111,23 +119,42 @@ def test_script_writes_what_it_prints(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert written["about"]["torch"] == torch.__version__
     assert [gpu_check.line_of(record) for record in written["records"]] == finished.stdout.splitlines()[1:-2]
-    assert "check 9, graph 0, speed 2; failed: 0" in finished.stdout
+    assert "check 0, graph 0, speed 2; failed: 0" in finished.stdout
 
 
 def test_script_names_what_it_had_no_time_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main(["--device", "cpu", "--quick", "--part", "speed", "--seconds", "0"]) == 1
-    assert capsys.readouterr().out.count("not run: out of time") == 2 * len(gpu_speed.BUILDERS)
+    assert gpu_check.main(["--device", "cpu", "--quick", "--seconds", "0"]) == 1
+    total = sum(len(names) for _, names in gpu_check.STAGES)
+    assert capsys.readouterr().out.count("not run: out of time") == 2 * total
 
 
-def test_script_survives_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "child.py"
-    fake.write_text('print(\'{"part": "check", "op": "x", "case": "a", "failure": "wrong"}\'); raise SystemExit(7)')
-    monkeypatch.setattr(gpu_check, "__file__", str(fake))
-    report = gpu_check.Report(None, {})
-    options = gpu_check.parse(["--device", "cpu"])
-    gpu_check.run_child("check", "x", options, report, deadline=float("inf"))
-    assert [record["failure"] for record in report.records] == ["wrong", "the process ended with status 7"]
-    assert report.close() == 2
+CHILD = """
+import sys
+for name in sys.argv[3:-2]:
+    print('{"name": "%s"}' % name, flush=True)
+    if name == "dies":
+        raise SystemExit(7)
+    if name == "hangs":
+        import time; time.sleep(60)
+    print("some library's line")
+    print('{"part": "check", "name": "%s", "case": "a", "failure": "wrong"}' % name, flush=True)
+"""
+
+
+def test_what_follows_a_process_that_dies_or_hangs_is_still_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(gpu_check, "__file__", str(tmp_path / "child.py"))
+    monkeypatch.setattr(gpu_check, "SILENCE", 5)
+    report, options = gpu_check.Report(None, {}), gpu_check.parse(["--device", "cpu"])
+    gpu_check.run_names("check", ["one", "dies", "two", "hangs", "three"], options, report, deadline=float("inf"))
+    found = {record["name"]: record["failure"] for record in report.records}
+    assert list(found) == ["one", "dies", "two", "hangs", "three"]
+    assert found["one"] == found["two"] == found["three"] == "wrong"
+    assert found["dies"] == "the process ended with status 7"
+    assert found["hangs"].startswith("killed")
+    assert report.close() == 5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
