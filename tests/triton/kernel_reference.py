@@ -100,6 +100,21 @@ class Ragged:
             None if self.positions is None else self.positions[first:last],
         )
 
+    def last(self, node: int) -> Ragged:
+        """Query `node` of a single plain sequence as plain decoding meets it: everything before it is committed."""
+        return Ragged(
+            self.q[node : node + 1],
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            torch.tensor([0, 1], dtype=torch.int32, device=self.q.device),
+            self.prefix_lens + node,
+            None,
+            self.scale,
+            self.window,
+            None if self.positions is None else self.positions[node : node + 1],
+        )
+
 
 def random_parents(nodes: int, generator: torch.Generator) -> list[int]:
     """Parents before children; node 0 is the root."""

@@ -1,12 +1,17 @@
-"""Every kernel compiled for GPUs that are not there, at production shapes, with limits on what it needs of them."""
+"""What is launched: nothing that waits for the GPU, nothing new for a new length, and code held to the committed table.
+
+Kernels are compiled for GPUs that are not there. Every change compiles a part of the table, `-m slow` all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 import triton
@@ -14,89 +19,109 @@ import triton
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under the interpreter", allow_module_level=True)
 
-from kernel_offline import compile_launches, inspect_kernel
+import kernel_resources as resources
+from kernel_configurations import experts, meta, rows, tree
+from kernel_offline import SHARED, TARGETS, Compiled, launch_keys
 
-from jetflow_triton.kernels import activation, attention, kv, moe, norm, rope
+QUICK = {("rows, bf16", "sm_90"), ("experts, 1 token", "sm_90"), *(("tree, 8B", target) for target in TARGETS)}
+ALL = [(name, target) for name in resources.CONFIGURATIONS for target in TARGETS]
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"}
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program may have
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def indices(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    return meta(*shape, dtype=dtype)
-
-
-def tree(tokens: int, width: int, *, words: int = 2, pages: int = 256, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """32 query heads on 8 KV heads, one sequence."""
-    cache = meta(1000, 16, 8, width, dtype=dtype)
-    mask = indices(tokens, words) if words else None
-    return attention.tree_attention(
-        meta(tokens, 32, width, dtype=dtype), cache, cache, indices(1, pages), indices(2), indices(1), mask, width**-0.5
-    )
-
-
-def experts(tokens: int) -> Tensor:
-    """Qwen3-30B-A3B."""
-    gate_up, down = meta(128, 2 * 768, 2048), meta(128, 2048, 768)
-    return moe.moe_experts(meta(tokens, 2048), gate_up, down, meta(tokens, 8, dtype=torch.float32), indices(tokens, 8))
-
-
-def rows() -> None:
-    """Qwen3-8B, every op that goes row by row."""
-    norm.rms_norm(meta(64, 4096), meta(4096), 1e-6)
-    norm.add_rms_norm(meta(64, 4096), meta(64, 4096), meta(4096), 1e-6)
-    q, k, table = meta(64, 32, 128), meta(64, 8, 128), meta(40960, 128, dtype=torch.float32)
-    rope.qk_norm_rope(q, k, indices(64, dtype=torch.int64), table, meta(128), meta(128), 1e-6)
-    activation.silu_mul(meta(64, 2 * 12288))
-    kv.kv_write(k, k, meta(99, 16, 8, 128), meta(99, 16, 8, 128), indices(64, dtype=torch.int64))
-    slots = indices(16, dtype=torch.int64)
-    kv.kv_move(meta(36, 2, 99, 16, 8, 128), slots, slots)
-    moe.moe_route(meta(64, 128), 8, True)
-
-
-CASES: dict[str, Callable[[], object]] = {
-    "rows": rows,
-    "experts, one token": lambda: experts(1),
-    "experts, prefill": lambda: experts(2048),
-    "tree of 64, width 128": lambda: tree(64, 128),
-    "chain of 4096, width 128": lambda: tree(4096, 128, words=0),
-    "tree of 64, width 64": lambda: tree(64, 64),
-    "tree of 64, width 80": lambda: tree(64, 80),
-    "tree of 64, width 256": lambda: tree(64, 256),
-    "tree of 64, width 128, float32": lambda: tree(64, 128, dtype=torch.float32),
-}
-QUICK = [(90, "rows"), (90, "experts, one token"), (90, "tree of 64, width 128")]
-ALL = [(capability, case) for capability in SHARED for case in CASES]
+committed = cache(resources.read)
 
 
 @pytest.mark.parametrize(
-    ("capability", "case"), [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in ALL]
+    ("name", "target"), [pytest.param(*one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in ALL]
 )
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch, capability: int, case: str) -> None:
-    kernels = [inspect_kernel(kernel) for kernel in compile_launches(monkeypatch, capability, CASES[case])]
+def test_needs_what_the_table_says(name: str, target: str, record_property: Callable[[str, object], None]) -> None:
+    if f"Triton {triton.__version__} " not in resources.TABLE.read_text(encoding="utf-8"):
+        pytest.skip("the table was made by another version of Triton")
+    kernels = resources.measure(name, target)
     assert kernels
+    record_property("kernels", len(kernels))
+    allowed = {needs for _, needs in committed()[target]}
     for kernel in kernels:
-        assert kernel.shared <= SHARED[capability], kernel
-        assert kernel.spills <= (64 if "width 256" in case else 0), kernel
-        products = kernel.name in {"tree_attention_kernel", "gate_up_kernel", "down_kernel"}
-        assert kernel.tensor_cores == (products and "float32" not in case), kernel
+        assert kernel in allowed, f"{resources.TABLE.name} is out of date for {name}"
 
 
-def test_new_lengths_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(tokens: int, pages: int, words: int) -> list[str]:
-        def call() -> None:
-            norm.rms_norm(meta(tokens, 256), meta(256), 1e-6)
-            activation.silu_mul(meta(tokens, 256))
-            kv.kv_write(
-                meta(tokens, 2, 64), meta(tokens, 2, 64), *[meta(9, 16, 2, 64)] * 2, indices(tokens, dtype=torch.int64)
-            )
-            moves = indices(tokens, dtype=torch.int64)
-            kv.kv_move(meta(2, 2, 9, 16, 2, 64), moves, moves)
-            tree(tokens, 64, words=words, pages=pages)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_table_is_within_the_hardware(target: str) -> None:
+    """Shared memory fits, nothing that a step runs spills, and products are on the tensor cores."""
+    assert {name for name, _ in committed()[target]} >= {"rows, bf16", "tree, 8B", "experts, 1 token"}
+    for name, needs in committed()[target]:
+        assert needs.shared <= SHARED[target], (name, needs)
+        assert needs.spills == 0 or (name, needs.kernel, target) in resources.SPILLS, (name, needs)
+        assert bool(needs.products) == (needs.kernel in resources.PRODUCTS and "fp32" not in name), (name, needs)
 
-        return [kernel.hash for kernel in compile_launches(monkeypatch, 90, call)]
 
-    assert launch(17, 64, 1) == launch(32, 65, 2)
+def test_experts_use_one_instruction_at_every_number_of_tokens() -> None:
+    """Another instruction may add up a row in another order, and its bits would change with the batch."""
+    for target in ("sm_80", "sm_90", "sm_100"):
+        found = {needs.products for name, needs in committed()[target] if "experts" in name}
+        assert found == {"mma.sync", ""}, target
+
+
+def new_kernels(launches: Iterable[Callable[[], object]]) -> dict[str, int]:
+    """How many versions of each kernel all the launches need."""
+    keys = {key for launch in launches for key in launch_keys(launch)}
+    return {name: sum(key[0] == name for key in keys) for name in sorted({name for name, _ in keys})}
+
+
+LENGTHS = [1, 2, 3, 7, 16, 17, 64, 100, 255, 256, 512, 1000, 4096]
+
+
+def test_a_new_length_compiles_nothing_new() -> None:
+    assert new_kernels(lambda n=n: rows(tokens=n) for n in LENGTHS) == new_kernels([rows])
+
+
+def test_a_new_tree_or_prefix_compiles_nothing_new() -> None:
+    """Two ways to merge splits; whatever the nodes, mask words, context and alignment of the index tensors."""
+    sizes = [(n, max(1, n // 32), context) for n in LENGTHS for context in (16, 512, 528, 4096, 32768)]
+    found = new_kernels(lambda s=s: tree(s[0], words=s[1], context=s[2], misplaced=s[0] % 2 == 1) for s in sizes)
+    assert found == {"merge_splits_kernel": 1, "tree_attention_kernel": 2}
+
+
+def test_a_new_batch_compiles_one_kernel_a_power_of_two() -> None:
+    found = new_kernels(lambda n=n: tree(4 * n, batch=n, context=512) for n in range(1, 65))
+    assert found == {"tree_attention_kernel": 7}
+
+
+def test_a_new_window_compiles_nothing_new() -> None:
+    found = new_kernels(lambda n=n: tree(64, context=512, window=n) for n in (1, 16, 1000, 4096))
+    assert found == {"tree_attention_kernel": 1}
+
+
+def test_experts_have_a_kernel_a_tile() -> None:
+    found = new_kernels(lambda n=n: experts(n) for n in LENGTHS)
+    assert found == {"combine_kernel": 1, "down_kernel": 3, "gate_up_kernel": 3, "sort_pairs_kernel": 1}
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", resources.CONFIGURATIONS)
+def test_a_launch_reads_no_value_of_a_tensor(name: str) -> None:
+    """Launchers run on tensors without values: what would wait for a GPU raises here."""
+    with _Operations() as operations:
+        assert launch_keys(resources.CONFIGURATIONS[name])
+    assert not operations.seen & WAITS
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, bool, torch.nonzero])
+def test_reading_a_value_would_be_noticed(read: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        read(meta(1))
+
+
+def test_resources_of_a_kernel_are_read_back(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {target: Compiled("some_kernel", 10, 20, 0, "mma.sync") for target in TARGETS}
+    monkeypatch.setattr(resources, "TABLE", tmp_path / "table.md")
+    resources.TABLE.write_text("\n".join(resources.lines({"a, b": [kernels]})), encoding="utf-8")
+    assert resources.read() == {target: [("a, b", needs)] for target, needs in kernels.items()}

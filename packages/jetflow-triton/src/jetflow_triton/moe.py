@@ -9,6 +9,7 @@ from torch.nn import functional
 from jetflow_triton.activation import silu_mul_twin
 from jetflow_triton.checks import INTEGER, check_devices, check_indices, check_rows, check_values, debugging
 from jetflow_triton.dispatch import register, uses_op
+from jetflow_triton.linear import linear_twin
 
 
 def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -32,7 +33,9 @@ def moe_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Te
     return (_moe_route if uses_op(logits) else moe_route_twin)(logits, top_k, renormalize)
 
 
-def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def moe_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, exact: bool = False
+) -> Tensor:
     """Sum over a token's experts of `weight * down[e] @ silu_mul(gate_up[e] @ x)`.
 
     Args:
@@ -41,10 +44,10 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
         down: `[E, C, I]`.
         weights: `[T, K]` float32.
         experts: `[T, K]` int32 or int64 below E; a token's experts are distinct.
+        exact: a row's bits do not depend on the other rows. On a GPU they never do; a CPU pays for it.
 
     Returns:
-        `[T, C]`. Products and the combine have a fixed order: the same input gives the same bits, and on a GPU a
-        row's bits do not depend on the number of rows.
+        `[T, C]`. Products and the combine have a fixed order: the same input gives the same bits.
 
     Raises:
         TypeError: a dtype does not fit.
@@ -53,7 +56,7 @@ def moe_experts(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, exper
     _check_experts(x, gate_up, down, weights, experts)
     if debugging():
         check_values("experts", experts, 0, gate_up.shape[0] - 1)
-    return (_moe_experts if uses_op(x) else moe_experts_twin)(x, gate_up, down, weights, experts)
+    return (_moe_experts if uses_op(x) else moe_experts_twin)(x, gate_up, down, weights, experts, exact)
 
 
 def moe_route_twin(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -66,15 +69,18 @@ def moe_route_twin(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tenso
     return weights.contiguous(), order[:, :top_k].to(torch.int32)
 
 
-def moe_experts_twin(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def moe_experts_twin(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, experts: Tensor, exact: bool = False
+) -> Tensor:
     """Plain-torch `moe_experts`: a loop over the experts that have tokens."""
+    product = linear_twin if exact else functional.linear
     check_values("experts", experts, 0, gate_up.shape[0] - 1)
     top_k = experts.shape[1]
     pairs = x.new_empty(experts.numel(), x.shape[1])
     for expert, chosen in _tokens_by_expert(experts.flatten().tolist()).items():
         index = torch.tensor(chosen, device=x.device)
         rows = x.index_select(0, index // top_k)
-        pairs[index] = functional.linear(silu_mul_twin(functional.linear(rows, gate_up[expert])), down[expert])
+        pairs[index] = product(silu_mul_twin(product(rows, gate_up[expert])), down[expert])
     weighted = pairs.view(-1, top_k, x.shape[1]) * weights.unsqueeze(2)
     return weighted.sum(1).to(x.dtype)
 
@@ -125,7 +131,7 @@ _moe_route = register(
     _route_shape,
 )
 _moe_experts = register(
-    "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts) -> Tensor",
+    "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, bool exact=False) -> Tensor",
     moe_experts_twin,
     "moe.moe_experts",
     _experts_shape,

@@ -15,7 +15,7 @@ def silu(x):
     return x * tl.where(x < 0.0, e, 1.0) / (1.0 + e)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def silu_mul_kernel(gate_up, out, stride, INNER: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -25,7 +25,7 @@ FILLED = 128  # programs that keep a GPU busy without splitting
 
 
 @triton.jit
-def _find(query_start, batch, tile, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
+def find_sequence(query_start, batch, tile, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr):
     """The sequence that owns a tile of `QUERIES` queries, and the tile's number in it; `batch` if there is none."""
     index = tl.arange(0, BLOCK_B)
     first = tl.load(query_start + index, mask=index < batch, other=0)
@@ -38,7 +38,14 @@ def _find(query_start, batch, tile, QUERIES: tl.constexpr, BLOCK_B: tl.constexpr
 
 
 @triton.jit
-def _merge(acc, peak, total, new_acc, new_peak, new_total):
+def no_slots(ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The state of rows that have seen no slot: their sum of values, highest score and sum of weights."""
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    return acc, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def merge_split(acc, peak, total, new_acc, new_peak, new_total):
     """Adds one split to the splits before it."""
     top = tl.maximum(peak, new_peak)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -162,7 +169,7 @@ def tree_attention_kernel(
 ):
     """Grid: tiles, KV heads, splits. `IN_GRID`: one split a program, written to `partial`; else all, to `out`."""
     kv_head = tl.program_id(1)
-    sequence, tile = _find(query_start, batch, tl.program_id(0), BLOCK_M // GROUP, BLOCK_B)
+    sequence, tile = find_sequence(query_start, batch, tl.program_id(0), BLOCK_M // GROUP, BLOCK_B)
     if sequence >= batch:
         return
     first = tl.load(query_start + sequence)
@@ -196,14 +203,10 @@ def tree_attention_kernel(
         if not IN_GRID:
             begin = tl.minimum(unseen // SPLIT_SIZE, splits - 1)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    acc, peak, total = no_slots(BLOCK_M, BLOCK_D)
     for split in range(begin, end):
         low = split * SPLIT_SIZE
-        new_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        new_peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        new_total = tl.zeros([BLOCK_M], tl.float32)
+        new_acc, new_peak, new_total = no_slots(BLOCK_M, BLOCK_D)
         new_acc, new_peak, new_total = _reduce(
             new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
             positions + first, oldest, tl.maximum(low, unseen), tl.minimum(low + SPLIT_SIZE, prefix), prefix, scale,
@@ -217,7 +220,7 @@ def tree_attention_kernel(
         if IN_GRID:
             acc, peak, total = new_acc, new_peak, new_total
         else:
-            acc, peak, total = _merge(acc, peak, total, new_acc, new_peak, new_total)
+            acc, peak, total = merge_split(acc, peak, total, new_acc, new_peak, new_total)
 
     place = token * HEADS + head
     if IN_GRID:
@@ -255,15 +258,13 @@ def merge_splits_kernel(
     heads, lanes = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     inside = heads < HEADS
     stored = inside[:, None] & (lanes < WIDTH)[None, :]
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_H], tl.float32)
+    acc, peak, total = no_slots(BLOCK_H, BLOCK_D)
     for split in range(splits):
         place = (token + split * tokens) * HEADS + heads
         new_acc = tl.load(partial + place[:, None] * WIDTH + lanes[None, :], mask=stored, other=0.0)
         new_peak = tl.load(partial_stats + place * 2, mask=inside, other=float("-inf"))
         new_total = tl.load(partial_stats + place * 2 + 1, mask=inside, other=0.0)
-        acc, peak, total = _merge(acc, peak, total, new_acc, new_peak, new_total)
+        acc, peak, total = merge_split(acc, peak, total, new_acc, new_peak, new_total)
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     place = token * HEADS + heads
     tl.store(out + place[:, None] * WIDTH + lanes[None, :], result.to(out.dtype.element_ty), mask=stored)

@@ -9,7 +9,7 @@ from torch import Tensor
 from jetflow_triton.kernels.common import EXACT, ceil_div, power_of_two
 
 
-@triton.jit(do_not_specialize=["k_token", "v_token"])
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def kv_write_kernel(
     k,
     v,
@@ -36,7 +36,7 @@ def kv_write_kernel(
     tl.store(v_cache + slot * (HEADS * WIDTH) + columns, v_value.to(v_cache.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["moves", "plane_size"])
+@triton.jit(do_not_specialize=["moves"], do_not_specialize_on_alignment=["slots", "targets"])
 def kv_copy_kernel(
     kv, scratch, slots, targets, moves, plane_size, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr
 ):

@@ -10,7 +10,7 @@ from torch import Tensor
 from jetflow_triton.kernels.common import EXACT, power_of_two, rows_of, warps_for
 
 
-@triton.jit(do_not_specialize=["x_stride", "residual_stride"])
+@triton.jit
 def rms_norm_kernel(
     x,
     residual,

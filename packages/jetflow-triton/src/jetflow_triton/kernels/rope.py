@@ -48,7 +48,7 @@ def _norm_rotate(
     tl.store(target + half, (high * cos[None, :] + low * sin[None, :]).to(dtype), mask=inside)
 
 
-@triton.jit(do_not_specialize=["q_token", "k_token"])
+@triton.jit
 def qk_norm_rope_kernel(
     q,
     k,
