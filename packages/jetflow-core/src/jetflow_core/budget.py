@@ -30,12 +30,13 @@ Gains = NDArray[np.float64]
 
 MOST_NODES = 256  # a request and step
 MARGIN = 1.02  # drafting has to promise this much more than plain decoding: times are noisy
+DOUBT = 0.15
 CURIOSITY = 0.01  # part of the time that may go into trying what looks worse
 FREE_TRIALS = 12  # steps of sizes never tried, before that part has been earned
 TRIED = [edge for edge in EDGES if edge & (edge - 1) == 0]
 
 
-def check_budget(budget: Budget) -> None:
+def check_budget(budget: object) -> None:
     """Raise ValueError for anything but "auto" or a number of nodes."""
     if budget != "auto" and not (isinstance(budget, int) and budget >= 0):
         raise ValueError(f'budget is {budget!r}: use "auto", 0 (no drafting) or more')
@@ -45,11 +46,13 @@ class Calibration:
     """How often drafted paths are accepted, against the probability that the drafter gave them; forgets over about 500 steps.
 
     Bins of half a nat of path probability. A bin's ratio of accepted to predicted is drawn to the overall one until it has seen
-    `STRENGTH` predicted tokens, and that one to 1.
+    `BIN_STRENGTH` predicted tokens, and that one to 1 until it has seen `STRENGTH`: nodes of a tree fall together, so a few
+    unlucky steps say little.
     """
 
     BINS = 20
-    STRENGTH = 8.0
+    BIN_STRENGTH = 8.0
+    STRENGTH = 32.0
     KEEP = 0.998
 
     def __init__(self) -> None:
@@ -63,7 +66,7 @@ class Calibration:
         self._predicted = self.KEEP * self._predicted + np.bincount(bins, np.exp(scores), self.BINS)
         self._accepted = self.KEEP * self._accepted + np.bincount(bins, accepted, self.BINS)
         overall = (self._accepted.sum() + self.STRENGTH) / (self._predicted.sum() + self.STRENGTH)
-        self.ratios = (self._accepted + self.STRENGTH * overall) / (self._predicted + self.STRENGTH)
+        self.ratios = (self._accepted + self.BIN_STRENGTH * overall) / (self._predicted + self.BIN_STRENGTH)
 
     def gains(self, scores: NDArray[np.float64]) -> Gains:
         """Probabilities [N] that the target takes the paths with these log-probabilities [N]."""
@@ -76,9 +79,10 @@ class History:
 
     expected: float = 0.0
     accepted: float = 0.0
-    nodes: float = 8.0
+    nodes: float = 4.0
 
-    STRENGTH = 4.0
+    STRENGTH = 24.0
+    KEEP = 0.98
 
     @property
     def factor(self) -> float:
@@ -88,7 +92,7 @@ class History:
     @property
     def limit(self) -> int:
         """Nodes worth ranking for the next step: room to double, without ranking what will not be taken."""
-        return min(MOST_NODES, 2 * int(self.nodes) + 8)
+        return min(MOST_NODES, 2 * int(self.nodes) + 16)
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,11 @@ class BudgetPolicy:
         self.steps, self.drafts = CostCurve(), CostCurve()
         self.calibration = Calibration()
         self._histories: WeakKeyDictionary[Request, History] = WeakKeyDictionary()
-        self._profile: Gains | None = None  # mean gain of a request's n-th best node
+        self._profile: Gains | None = None  # mean gain of the n-th best node of a request with factor 1
         self._rate = 0.0  # tokens a second that the last draft promised
         self._trials, self._credit = FREE_TRIALS, 0.0
         self._started = self._draft_started = self._draft_seconds = 0.0
-        self._drafted = 0
+        self._drafted = self._profiled = 0
         self._probing = False
         self._counts = dict.fromkeys(("steps", "drafted_steps", "probes", "explorations", "nodes", "accepted"), 0)
         self._last_nodes = 0
@@ -162,26 +166,37 @@ class BudgetPolicy:
         self._draft_seconds, self._drafted = 0.0, 0
         self._probing = False
         able = [r for r in running if r.auto and r.is_decoding and r.remaining > 1]
-        drafting = bool(able) and self._pays(sum(r.is_decoding for r in running), able)
+        drafting = bool(able) and self._pays([r for r in running if r.is_decoding], able)
         for request in running:
             if request.auto:
                 request.budget = self._history(request).limit if drafting else 0
 
-    def _pays(self, rows: int, able: Sequence[Request]) -> bool:
-        """Whether the requests `able` to draft should, among `rows` decoding ones; now and then yes although it does not pay."""
-        context = self.steps.per_read * sum(r.num_cached for r in able) / len(able)
-        plain = float(self.steps.at(rows)) + context * rows
-        gains = np.ones(1) if self._profile is None else np.cumsum(self._profile)
-        sizes = rows + len(able) * np.arange(1, len(gains) + 1)
-        seconds = self.steps.at(sizes) + context * sizes + float(self.drafts.at(len(able)))
-        rate = float(np.max((rows + len(able) * gains) / seconds))
-        if not self.steps.known(rows) and self._explores(plain - rows / rate):
+    def _pays(self, decoding: Sequence[Request], able: Sequence[Request]) -> bool:
+        """Whether the requests `able` to draft, of those `decoding`, should; now and then yes although it does not pay."""
+        rows = len(decoding)
+        plain = float(self.steps.at(rows)) + self.steps.per_read * sum(r.num_cached for r in decoding)
+        _, tokens, seconds = self._forecast(rows, plain, able)
+        best = int(np.argmax(tokens / seconds))
+        rate = float(tokens[best] / seconds[best])
+        if not self.steps.known(rows) and self._explores(plain - rows / rate, plain):
             return False
         if self._profile is None or rate > MARGIN * rows / plain:
             return True
-        self._probing = self._affords(float(seconds[0]) - plain)
+        # What a probe loses is what the model says, but the model is in doubt: at least a part of what it costs.
+        probe = min(max(best, len(able)), len(tokens) - 1)
+        loss = max(float(seconds[probe] - tokens[probe] * plain / rows), DOUBT * float(seconds[probe] - plain))
+        self._probing = self._affords(loss)
         self._counts["probes"] += self._probing
         return self._probing
+
+    def _forecast(self, rows: int, plain: float, able: Sequence[Request]) -> tuple[Ints, Gains, Seconds]:
+        """The frontier that a draft would give if every tree were an average one of its request."""
+        histories = [self._history(request) for request in able]
+        profile = np.ones(1) if self._profile is None else self._profile
+        gains = [np.minimum(history.factor * profile[: history.limit], 1.0) for history in histories]
+        curve = self.steps.at(rows + np.arange(sum(map(len, gains)) + 1))
+        seconds = curve - curve[0] + plain + float(self.drafts.at(len(able)))
+        return frontier(gains, self._tolls(able), seconds, rows, self._rate)
 
     # -- the draft ----------------------------------------------------------------------------------------------------
 
@@ -211,12 +226,11 @@ class BudgetPolicy:
     ) -> list[int]:
         """Nodes of each tree to verify beside `base` other rows, those of `decoding` requests among them."""
         gains = self._gains(drafted, trees)
-        tolls = self.steps.per_read * np.array([request.num_cached for request in drafted], dtype=np.float64)
         # Prefill work has to be done whenever it is done, so a step is charged for decoding alone, and for what nodes add.
         curve = self.steps.at(base + np.arange(sum(map(len, gains)) + 1))
         fixed = float(self.steps.at(len(decoding))) + self.steps.per_read * sum(r.num_cached for r in decoding)
         shared = curve - curve[0] + fixed + float(self.drafts.at(len(drafted)))
-        owner, expected, seconds = frontier(gains, tolls, shared, len(decoding), self._rate)
+        owner, expected, seconds = frontier(gains, self._tolls(drafted), shared, len(decoding), self._rate)
         best = int(np.argmax(expected / seconds))
         self._rate = float(expected[best] / seconds[best])
         if self._probing:
@@ -225,6 +239,10 @@ class BudgetPolicy:
         counts = np.bincount(owner[:best], minlength=len(drafted)).tolist()
         self._remember(drafted, gains, counts)
         return counts
+
+    def _tolls(self, requests: Sequence[Request]) -> Seconds:
+        """Seconds a node of each request costs for reading its prefix."""
+        return self.steps.per_read * np.array([request.num_cached for request in requests], dtype=np.float64)
 
     def _gains(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[Gains]:
         """Calibrated gain of every node, falling within a tree as its scores do."""
@@ -237,21 +255,24 @@ class BudgetPolicy:
         ]
 
     def _size_to_try(self, base: int, best: int, expected: Gains, seconds: Seconds) -> int:
-        """`best`, or the smallest size up to twice as large whose time is not known, when it can be afforded."""
-        reach = min(len(expected) - 1, base + 2 * best + 8)
+        """`best`, or the smallest size whose time is not known, when it can be afforded."""
         for rows in TRIED:
             size = rows - base
-            if 0 < size <= reach and not self.steps.known(rows):
-                return size if self._explores(float(seconds[size] - expected[size] / self._rate)) else best
+            if 0 < size < len(expected) and not self.steps.known(rows):
+                loss = float(seconds[size] - expected[size] / self._rate)
+                return size if self._explores(loss, float(seconds[best])) else best
         return best
 
     def _remember(self, requests: Sequence[Request], gains: Sequence[Gains], counts: Sequence[int]) -> None:
         profile = np.zeros(MOST_NODES)
         for request, own, count in zip(requests, gains, counts, strict=True):
-            profile[: len(own)] += own / len(requests)
             history = self._history(request)
+            profile[: len(own)] += own / (history.factor * len(requests))
             history.nodes = max(count, 0.9 * history.nodes)
-        self._profile = profile if self._profile is None else 0.9 * self._profile + 0.1 * profile
+        # A mean over many steps: one poor stretch must not end drafting, since what is not drafted is not seen to recover.
+        self._profiled += 1
+        weight = max(1 / self._profiled, 0.02)
+        self._profile = profile if self._profile is None else (1 - weight) * self._profile + weight * profile
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -282,8 +303,8 @@ class BudgetPolicy:
             accepted[part.path] = True
             taken.append(accepted[1:])
             history = self._history(part.request)
-            history.expected = 0.95 * history.expected + float(own.sum())
-            history.accepted = 0.95 * history.accepted + len(part.path) - 1
+            history.expected = history.KEEP * history.expected + float(own.sum())
+            history.accepted = history.KEEP * history.accepted + len(part.path) - 1
             self._counts["accepted"] += len(part.path) - 1
         self.calibration.observe(scores, np.concatenate(taken))
 
@@ -292,9 +313,9 @@ class BudgetPolicy:
     def _history(self, request: Request) -> History:
         return self._histories.setdefault(request, History())
 
-    def _explores(self, loss: float) -> bool:
-        """Whether to run a step of unknown cost, believed to lose `loss` seconds."""
-        if self._trials > 0:
+    def _explores(self, loss: float, step: float) -> bool:
+        """Whether to run a step of unknown cost, believed to lose `loss` seconds against one of `step` seconds."""
+        if self._trials > 0 and loss < step / 2:
             self._trials -= 1
         elif not self._affords(loss):
             return False

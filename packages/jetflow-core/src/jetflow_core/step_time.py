@@ -105,12 +105,14 @@ class CostCurve:
         points: list[float] = []
         values: list[float] = []
         weights: list[float] = []
-        for index in sorted(self._buckets):
-            samples = self._buckets[index].samples
+        buckets = [self._buckets[index] for index in sorted(self._buckets)]
+        # A time seen once may be a stall, and a curve that it lifts keeps its size from being tried again.
+        for bucket in [bucket for bucket in buckets if len(bucket.samples) > 1] or buckets:
+            samples = bucket.samples
             points.append(sum(size for _, size, _, _ in samples) / len(samples))
             # At least half of a time is not context: a wrong price must not turn a curve upside down.
             times = sorted(max(seconds - self.per_read * reads, seconds / 2) for _, _, reads, seconds in samples)
-            values.append(times[len(times) // 2])
+            values.append(times[(len(times) - 1) // 2])  # of two the lower: one of them may be a stall
             weights.append(len(times) * 0.5 ** ((self.records - samples[-1][0]) / HALF_LIFE))
         return np.array(points), np.array(monotone(values, weights))
 

@@ -112,7 +112,10 @@ def best_first_trees(
     first = np.stack([each.first for each in candidates])
     following = np.stack([each.following for each in candidates])
     levels = _grow(first, following, int(limits.max()), np.asarray(max_depths))
-    owner, scores, parents, chosen = (np.concatenate([level[k] for level in levels]) for k in range(4))
+    owner = np.concatenate([level[0] for level in levels])
+    scores = np.concatenate([level[1] for level in levels])
+    parents = np.concatenate([level[2] for level in levels])
+    chosen = np.concatenate([level[3] for level in levels])
     depths = np.repeat(np.arange(len(levels)), [len(level[0]) for level in levels])
     # Levels follow each other and each keeps its order, so a stable sort breaks ties by depth, parent and rank.
     order = np.lexsort((-scores, owner))
@@ -122,7 +125,7 @@ def best_first_trees(
     owner, depths, scores = owner[order], depths[order], scores[order]
     above = np.where(depths == 0, -1, place[parents[order]])
     ids = np.where(depths == 0, np.asarray(anchors)[owner], tokens[owner, depths - 1, chosen[order]])
-    bounds = np.searchsorted(owner, [*requests, len(requests)])
+    bounds = np.searchsorted(owner, np.arange(len(anchors) + 1))
     return [
         DraftTree(ids[low:high], above[low:high], depths[low:high], scores[low:high])
         for low, high in itertools.pairwise(bounds.tolist())
