@@ -39,7 +39,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -
 
 
 def _best(logits: Tensor, top: int) -> list[list[tuple[int, float]]]:
-    """The `top` largest (id, logit) of every row; of equal ones the lower ids, as a greedy choice has it (torch leaves that open)."""
+    """The `top` largest (id, logit) of every row; of equal ones the lower ids, as in a greedy choice (torch leaves it open)."""
     best: list[list[tuple[int, float]]] = [[] for _ in logits]
     if top == 0:
         return best
