@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import signal
 import socket
@@ -53,6 +54,7 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._grace_s = grace_s
         self._cut_at: float | None = None  # time of the event loop; None until told to stop
+        self._signals = itertools.count()  # one step, so that a signal in the middle of another's handler counts too
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then say so."""
@@ -61,7 +63,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: drain; the second one: stop."""
-        if self._cut_at is None:
+        if next(self._signals) == 0:
             self._drain()
         else:
             self._leave()
