@@ -92,4 +92,4 @@ def tiny_head(
     if head.pairwise is not None:
         assert head.pairwise.down.weight is not None
         torch.nn.init.normal_(head.pairwise.down.weight, std=0.2)
-    return head.requires_grad_(False)
+    return head.requires_grad_(False).to(model.embed.dtype).float_tables()

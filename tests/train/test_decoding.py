@@ -32,7 +32,7 @@ def word_tokenizer() -> Tokenizer:
     return Tokenizer(inner, eos_token_ids=[2], chat_template=template)
 
 
-def llm(with_head: bool = True, **limits: int) -> LLM:
+def llm(with_head: bool = True, **limits: Any) -> LLM:
     model = tiny_model()
     head = None
     if with_head:

@@ -67,3 +67,14 @@ def test_tree_attention_among_other_sequences(dtype: torch.dtype) -> None:
     for b in range(len(trees)):
         first, last = call.query_start[b : b + 2].tolist()
         assert torch.equal(ops.tree_attention(*call.alone(b).args()), together[first:last])
+
+
+@every_dtype
+def test_moe_experts_in_exact_mode(dtype: torch.dtype) -> None:
+    gate_up, down = torch.randn(8, 2 * 48, 64).to(dtype), torch.randn(8, 64, 48).to(dtype)
+    x, logits = torch.randn(ROWS, 64).to(dtype), torch.randn(ROWS, 8)
+    holds(
+        lambda x, weights, experts: ops.moe_experts(x, gate_up, down, weights, experts, exact=True),
+        x,
+        *ops.moe_route(logits, 2, True),
+    )

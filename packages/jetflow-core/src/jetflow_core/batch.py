@@ -96,16 +96,20 @@ def _mask(segment: Segment, words: int, bidirectional: bool) -> np.ndarray[tuple
 
 
 class PagedAttention:
-    """`Attend` over a paged cache: write the batch's own keys and values, then attend to prefix and ancestors."""
+    """`Attend` over a paged cache: write the batch's own keys and values, then attend to prefix and ancestors.
 
-    def __init__(self, cache: KVCache, batch: ForwardBatch, head_dim: int) -> None:
+    `exact`: a row's bits depend on nothing but its query and what it sees.
+    """
+
+    def __init__(self, cache: KVCache, batch: ForwardBatch, head_dim: int, *, exact: bool = False) -> None:
         self.cache, self.batch, self.scale = cache, batch, head_dim**-0.5
+        self._attention = ops.tree_attention_exact if exact else ops.tree_attention
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `jetflow_core.layers.Attend`."""
         batch = self.batch
         self.cache.write(layer, k, v, batch.slots)
         keys, values = self.cache.layers[layer]
-        return ops.tree_attention(
+        return self._attention(
             q, keys, values, batch.block_tables, batch.query_start, batch.prefix_lens, batch.tree_mask, self.scale
         )

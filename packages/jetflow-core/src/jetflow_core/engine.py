@@ -22,6 +22,7 @@ from jetflow_core.scheduler import Scheduler, Share
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
 from jetflow_core.tree import DraftTree, Ints
 from jetflow_core.verify import Verified, verify
+from jetflow_triton.exact_attention import LAG
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model, self.tokenizer = model, tokenizer
+        if model.exact and head is not None and head.config.block_size - 1 > LAG:
+            raise ValueError(
+                f"the draft head drafts {head.config.block_size - 1} tokens deep, exact mode takes at most {LAG}: "
+                "use another head, or no exact mode"
+            )
         self.vocab_size = min(model.config.vocab_size, tokenizer.size if tokenizer else model.config.vocab_size)
         self.device = model.embed.device
         shape = model.config
@@ -229,7 +235,7 @@ class Engine:
     def _forward(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
         """Hidden states [T, C] and taps [T, K·C] of one target pass over all segments."""
         batch = build_batch(segments, self.config.page_size, self.device)
-        attend = PagedAttention(self.cache, batch, self.model.config.head_dim)
+        attend = PagedAttention(self.cache, batch, self.model.config.head_dim, exact=self.model.exact)
         taps = self.drafter.tap_layers if self.drafter else ()
         return self.model(batch.input_ids, batch.positions, attend, taps)
 

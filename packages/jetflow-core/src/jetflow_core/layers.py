@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import jetflow_triton as ops
+from jetflow_triton.linear import by_row_blocks
 
 
 class Attend(Protocol):
@@ -42,12 +43,15 @@ class Linear(nn.Module):
     `pack` re-lays the weight once for oneDNN's small-batch products (CPU inference only): a forward over 16 rows then costs
     about twice one over a single row instead of four times. CPUs without native bfloat16 products keep a packed float32
     weight and accumulate in float32, which is both faster and no less exact than their bfloat16 fallback.
+
+    An `exact` one gives a row the same bits whatever rows are beside it.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.exact = False
         self._packed: Tensor | None = None
         self._compute_dtype = torch.float32
 
@@ -73,13 +77,16 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in_features] to [..., out_features]."""
         if self._packed is None:
-            return functional.linear(x, self.dense, self.bias)
+            return (ops.linear if self.exact else functional.linear)(x, self.dense, self.bias)
         if x.shape[0] == 0:
             return x.new_zeros(0, self._packed.shape[0])
-        product = torch.ops.mkldnn._linear_pointwise.default  # the overload itself: its packet would be resolved anew
-        if x.dtype is self._compute_dtype:
-            return product(x, self._packed, self.bias, "none", [], "")
-        return product(x.to(self._compute_dtype), self._packed, self.bias, "none", [], "").to(x.dtype)
+        rows = x if x.dtype is self._compute_dtype else x.to(self._compute_dtype)
+        product = by_row_blocks(self._packed_product, rows) if self.exact else self._packed_product(rows)
+        return product if x.dtype is self._compute_dtype else product.to(x.dtype)
+
+    def _packed_product(self, x: Tensor) -> Tensor:
+        # The overload itself: its packet would be resolved anew at every call.
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
 
 
 class RMSNorm(nn.Module):
@@ -150,11 +157,12 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * inner, width))
         self.down = nn.Parameter(torch.empty(num_experts, width, inner))
         self.top_k, self.renormalize = top_k, renormalize
+        self.exact = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [T, C] to [T, C]."""
         weights, experts = ops.moe_route(self.router(x), self.top_k, self.renormalize)
-        return ops.moe_experts(x, self.gate_up, self.down, weights, experts)
+        return ops.moe_experts(x, self.gate_up, self.down, weights, experts, self.exact)
 
 
 class DecoderLayer(nn.Module):

@@ -57,14 +57,19 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
+        exact: bool = False,
         config: EngineConfig | None = None,
     ) -> LLM:
         """Load `model` (folder, GGUF file or hub id) and optionally a draft `head` for it.
+
+        `exact` makes speculation lossless to the bit in half precision too, at a price in speed.
 
         Raises ValueError (CheckpointError for files) naming what is wrong.
         """
         checkpoint = open_checkpoint(model)
         decoder = build_model(checkpoint, dtype, device)
+        if exact:
+            decoder.set_exact()
         draft_head = None
         if head is not None:
             assert decoder.lm_head.weight is not None

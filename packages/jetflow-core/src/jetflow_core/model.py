@@ -35,6 +35,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.exact = False
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = DecoderStack(_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -66,6 +67,13 @@ class Decoder(nn.Module):
         """`forward` over one whole sequence [T] from position 0 without a cache: training features and reference outputs."""
         positions = torch.arange(len(input_ids), device=input_ids.device)
         return self(input_ids, positions, _attend_sequence, tap_layers)
+
+    def set_exact(self) -> None:
+        """Make every row's bits a function of that row alone: see `docs/architecture.md`, "Numerics"."""
+        self.exact = True
+        for module in self.modules():
+            if isinstance(module, Linear | MoE):
+                module.exact = True
 
     def pack(self) -> None:
         """Re-lay every weight for CPU inference (see `Linear.pack`)."""

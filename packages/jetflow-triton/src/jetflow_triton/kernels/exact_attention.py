@@ -7,14 +7,13 @@ order: adding a key that a row does not see changes no bit of it, so it does not
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jetflow_triton.exact_attention import LAG, SPAN
 from jetflow_triton.kernels.attention import find_sequence, merge_split, no_slots
-from jetflow_triton.kernels.common import EXACT, ceil_div, dot_precision, power_of_two
+from jetflow_triton.kernels.common import EXACT, dot_precision, power_of_two
 
 
 @triton.jit
@@ -25,6 +24,13 @@ def _set_bits(words):
     words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F
     return ((words + (words >> 8) + (words >> 16) + (words >> 24)) & 0xFF).to(tl.int32)
+
+
+@triton.jit
+def _offset(table, slots, kv_head, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the keys of logical slots begin in the cache."""
+    page = tl.load(table + slots // PAGE).to(tl.int64)
+    return ((page * PAGE + slots % PAGE) * KV_HEADS + kv_head) * WIDTH
 
 
 @triton.jit(
@@ -90,8 +96,7 @@ def tree_attention_exact_kernel(
     lanes_inside = (lanes < WIDTH)[None, :]
     for block in range(most):
         slots = block * SPAN + tl.arange(0, SPAN)
-        page = tl.load(table + slots // PAGE).to(tl.int64)
-        offset = ((page * PAGE + slots % PAGE) * KV_HEADS + kv_head) * WIDTH
+        offset = _offset(table, slots, kv_head, PAGE, KV_HEADS, WIDTH)
         k = tl.load(k_cache + offset[:, None] + lanes[None, :], mask=lanes_inside, other=0.0)
         scores = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION) * scale
         top = tl.max(scores, 1)
@@ -111,8 +116,7 @@ def tree_attention_exact_kernel(
         bits = tl.load(mask_row + node // 32, mask=masked & (node >= 0), other=0)
         in_tree = tl.where(masked, ((bits >> (node % 32)) & 1) != 0, node <= query)
         sees = row_inside & (slot >= blocks * SPAN) & ((node < 0) | in_tree)
-        page = tl.load(table + slot // PAGE).to(tl.int64)
-        offset = ((page * PAGE + slot % PAGE) * KV_HEADS + kv_head) * WIDTH
+        offset = _offset(table, slot, kv_head, PAGE, KV_HEADS, WIDTH)
         k = tl.load(k_cache + offset + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
         v = tl.load(v_cache + offset + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
         score = tl.where(sees, tl.sum(wide_q * k[None, :], 1) * scale, float("-inf"))
