@@ -31,12 +31,22 @@ def failures(*statuses: int) -> Responses:
 
 
 def events(chunk: type[BaseModel]) -> Responses:
-    """A success that may also be a stream of server-sent events with `chunk` as their data."""
+    """A success that may also be a stream of server-sent events with `chunk` as their data.
+
+    The schema is that of one event, as tools read OpenAPI 3.1 (3.2 calls it `itemSchema`).
+    """
+    bodies = [{"$ref": REFERENCE.format(model=name)} for name in (chunk.__name__, "ErrorBody")]
+    data = {
+        "anyOf": [
+            {"const": "[DONE]"},
+            {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}},
+        ]
+    }
     schema = {
-        "type": "string",
-        "description": f"Events whose data is a {chunk.__name__}, then `[DONE]`; or an ErrorBody, which ends the stream.",
-        "contentMediaType": "text/event-stream",
-        "contentSchema": {"$ref": REFERENCE.format(model=chunk.__name__)},
+        "type": "object",
+        "description": f"One event: a {chunk.__name__}, `[DONE]` after the last one, or the ErrorBody that ends the stream.",
+        "required": ["data"],
+        "properties": {"data": data},
     }
     return {200: {"description": "The answer, or its events.", "content": {"text/event-stream": {"schema": schema}}}}
 

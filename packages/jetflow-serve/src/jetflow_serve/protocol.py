@@ -91,6 +91,11 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _examples(*bodies: dict[str, Any]) -> ConfigDict:
+    """Bodies that the OpenAPI document shows."""
+    return ConfigDict(json_schema_extra={"examples": list(bodies)})
+
+
 class StreamOptions(Strict):
     """Options of a streamed answer: usage in a last event without choices, or in every event."""
 
@@ -223,6 +228,25 @@ class Tool(Strict):
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`."""
 
+    model_config = _examples(
+        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_completion_tokens": 64},
+        {
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tell me a joke."}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.7,
+            "seed": 1,
+            "max_completion_tokens": 64,
+        },
+        {
+            "messages": [{"role": "user", "content": "Yes or no?"}],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "n": 2,
+            "stop": "\n",
+        },
+    )
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     tools: list[Tool] | None = None
@@ -269,6 +293,13 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`. A prompt is text or token ids, alone or in a list."""
 
+    model_config = _examples(
+        {"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0},
+        {"prompt": ["One, two,", "Three, four,"], "stream": True, "n": 2, "max_tokens": 8},
+        {"prompt": "The sky is blue", "echo": True, "logprobs": 1, "max_tokens": 0},
+        {"prompt": [10, 20, 30], "best_of": 3, "max_tokens": 8},
+    )
+
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
@@ -308,6 +339,8 @@ class CompletionRequest(GenerationRequest):
 class ChatTokenizeRequest(Strict):
     """Body of `POST /tokenize` for a conversation."""
 
+    model_config = _examples({"messages": [{"role": "user", "content": "Hi"}]})
+
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     tools: list[Tool] | None = None
@@ -317,6 +350,8 @@ class ChatTokenizeRequest(Strict):
 
 class TextTokenizeRequest(Strict):
     """Body of `POST /tokenize` for a text, in which control tokens count."""
+
+    model_config = _examples({"prompt": "How many tokens?"})
 
     model: str | None = None
     prompt: str
@@ -336,6 +371,8 @@ TokenizeRequest = Annotated[
 
 class DetokenizeRequest(Strict):
     """Body of `POST /detokenize`."""
+
+    model_config = _examples({"tokens": [10, 20, 30]})
 
     model: str | None = None
     tokens: list[TokenId]
