@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import tokenizers
 
+from jetflow_core.budget import BudgetPolicy
 from jetflow_core.engine import EngineStats
 from jetflow_core.request import Output, Usage
 from jetflow_core.sampling import SamplingParams
@@ -72,6 +73,7 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         self.running: dict[str, _Running] = {}
+        self.budgets = BudgetPolicy()
         self.aborted: list[int] = []  # the number of steps at each abort
         self.steps = 0
         self._made = 0

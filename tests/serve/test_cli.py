@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from jetflow_core import demo as core_demo
 from jetflow_core.engine import Engine, EngineConfig
@@ -64,7 +63,7 @@ def test_the_demo_is_the_default(demo_files: Path) -> None:
     assert Path(chosen.model).name == "tiny.gguf"
     assert chosen.head == str(demo_files / "demo_head")
     assert (chosen.name, chosen.note) == (demo.DEMO_NAME, None)
-    assert chosen.budget == choice.default_budget("auto")
+    assert chosen.budget == "auto"
     assert choice.choose_model(None, None, 5).budget == 5
     assert choice.choose_model(None, None, 0).budget == 0
 
@@ -82,19 +81,11 @@ def test_another_model_has_no_head_unless_named(tmp_path: Path) -> None:
     folder = tmp_path / "My-Model"
     folder.mkdir()
     assert choice.choose_model(str(folder), None, None) == choice.ModelChoice(str(folder), None, 0, "My-Model")
-    assert choice.choose_model("org/name", "org/head", None).budget == choice.default_budget("auto")
+    assert choice.choose_model("org/name", "org/head", None).budget == "auto"
     assert choice.choose_model("org/name", None, None).name == "org/name"
     assert choice.choose_model("org/name", None, None, "mine").name == "mine"
     with pytest.raises(ValueError, match="--budget 8 needs a draft head"):
         choice.choose_model("org/name", None, 8)
-
-
-@pytest.mark.parametrize(("native", "budget"), [(True, 16), (False, 8)])
-def test_the_default_budget_follows_the_device(monkeypatch: pytest.MonkeyPatch, native: bool, budget: int) -> None:
-    monkeypatch.setattr(choice, "has_native_bfloat16", lambda: native)
-    assert choice.default_budget("cpu") == budget
-    monkeypatch.setattr(choice, "resolve_device", torch.device)
-    assert choice.default_budget("cuda") == 64
 
 
 def test_a_missing_demo_package_says_what_to_do(
@@ -150,6 +141,7 @@ def test_help(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> N
         ["generate"],
         ["bench"],
         ["--budget", "-1"],
+        ["--budget", "many"],
         ["--port", "many"],
         ["--dtype", "int3"],
         ["--max-running", "0"],

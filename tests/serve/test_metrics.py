@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.request import Output, Usage
 from jetflow_serve.metrics import Metrics, Progress
-from serve.support import END, Running, ScriptedEngine, serving
+from serve.support import END, Running, ScriptedEngine, byte_tokenizer, serving
+from tiny import tiny_head, tiny_model
 
 TEXT = "/v1/completions"
 
@@ -117,6 +119,27 @@ def test_no_label_can_grow_without_bound() -> None:
             client.get(f"/path{number}")
             client.post(TEXT, json={"prompt": "a", "model": f"m{number}"}, headers={"x-request-id": f"r{number}"})
         assert len(scrape(running)) <= before + 2  # the scrapes' own
+
+
+def test_drafts_of_a_real_engine_are_counted() -> None:
+    """Mean budget: nodes over decoding passes of sequences."""
+    model = tiny_model(vocab_size=258)
+    head = tiny_head(model)
+    head.pack()
+    engine = Engine(model, byte_tokenizer(), head, EngineConfig(budget=4, page_size=4, num_pages=40, max_model_len=64))
+    with serving(engine) as running:
+        with running.client() as client:
+            for _ in range(2):
+                body = {"prompt": "a prompt of some length", "max_tokens": 20, "ignore_eos": True}
+                assert client.post(TEXT, json=body).status_code == 200
+        running.wait_idle()
+        found = scrape(running)
+    rounds = found["acceptance_length_count", ()]
+    assert 3 <= found["draft_nodes_total", ()] / rounds <= 4
+    assert found["drafted_steps_total", ()] <= rounds
+    assert found["prefix_cache_hit_tokens_total", ()] >= 16
+    assert found["kv_pages", (("state", "used"),)] == 0
+    assert found["kv_pages", (("state", "cached"),)] > 0
 
 
 @pytest.mark.parametrize("finish", ["stop", None])

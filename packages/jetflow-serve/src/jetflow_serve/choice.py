@@ -6,12 +6,11 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from jetflow_core.budget import Budget
 from jetflow_core.demo import demo_model
 from jetflow_core.engine import EngineConfig
-from jetflow_core.layers import has_native_bfloat16
 from jetflow_core.llm import LLM
-from jetflow_core.model import resolve_device
-from jetflow_serve.demo import DEMO_NAME, GPU_BUDGET, NATIVE_BF16_BUDGET, PLAIN_CPU_BUDGET, demo_head
+from jetflow_serve.demo import DEMO_NAME, demo_head
 
 ENGINE_OPTIONS = ("page_size", "num_pages", "max_batch_tokens", "max_running", "max_model_len", "cache_gib")
 
@@ -22,22 +21,13 @@ class ModelChoice:
 
     model: str
     head: str | None
-    budget: int
+    budget: Budget
     name: str
     note: str | None = None
 
 
-def default_budget(device: str) -> int:
-    """Draft nodes a pass on `device` ("auto", "cpu" or "cuda")."""
-    if resolve_device(device).type == "cuda":
-        return GPU_BUDGET
-    return NATIVE_BF16_BUDGET if has_native_bfloat16() else PLAIN_CPU_BUDGET
-
-
-def choose_model(
-    model: str | None, head: str | None, budget: int | None, name: str | None = None, device: str = "auto"
-) -> ModelChoice:
-    """Fill in what was left out: the demo, its head, and a budget for the device where there is a head.
+def choose_model(model: str | None, head: str | None, budget: Budget | None, name: str | None = None) -> ModelChoice:
+    """Fill in what was left out: the demo, its head, and where there is a head a budget that follows the load.
 
     Raises ValueError when drafting is asked for without a head, or the demo is not installed.
     """
@@ -52,7 +42,7 @@ def choose_model(
     path = str(demo_model()) if model is None else model
     served = name or (DEMO_NAME if model is None else _short_name(model))
     if budget is None:
-        budget = default_budget(device) if head else 0
+        budget = "auto" if head else 0
     return ModelChoice(path, head, budget, served, note)
 
 

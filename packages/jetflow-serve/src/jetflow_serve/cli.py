@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from jetflow_serve.config_file import read_config
-from jetflow_serve.demo import GPU_BUDGET, NATIVE_BF16_BUDGET, PLAIN_CPU_BUDGET
 
 DESCRIPTION = """\
 Serve, try and measure a language model with lossless tree speculative decoding.
@@ -223,10 +222,10 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument(
         "--budget",
-        type=_at_least(0),
-        metavar="N",
-        help=f"draft nodes a request and pass; 0: no speculation (with a head {GPU_BUDGET} on a GPU, {NATIVE_BF16_BUDGET} on a "
-        f"CPU with native bfloat16, {PLAIN_CPU_BUDGET} on others; else 0)",
+        type=_budget,
+        metavar="auto|N",
+        help="draft nodes a request and pass; auto: as many as pay at the present load; 0: no speculation (auto with a head, 0 "
+        "without)",
     )
 
 
@@ -246,6 +245,16 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _budget(text: str) -> int | str:
+    """An argparse type: "auto" or an integer of at least 0."""
+    if text == "auto":
+        return text
+    try:
+        return _at_least(0)(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from error
 
 
 def _positive(text: str) -> float:

@@ -6,6 +6,7 @@ import secrets
 from argparse import Namespace
 from collections.abc import Callable
 
+from jetflow_core.budget import Budget
 from jetflow_core.sampling import SamplingParams
 from jetflow_serve.choice import choose_model, load
 from jetflow_serve.host import describe
@@ -14,7 +15,7 @@ from jetflow_serve.measure import Run, timed_run, warm_up
 
 def generate(options: Namespace, write: Callable[[str], None]) -> int:
     """Generate once as asked and once at budget 0, and compare. Raises ValueError for a request that cannot be run."""
-    choice = choose_model(options.model, options.head, options.budget, device=options.device)
+    choice = choose_model(options.model, options.head, options.budget)
     seed = secrets.randbits(31) if options.seed is None else options.seed  # both runs need the same one
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
     llm = load(choice, options)
@@ -22,7 +23,7 @@ def generate(options: Namespace, write: Callable[[str], None]) -> int:
         prompt = llm.tokenizer.encode(options.prompt, allow_special=True, add_special=True)
     else:
         prompt = llm.tokenizer.encode_chat([{"role": "user", "content": options.prompt}])
-    budgets = [choice.budget, 0] if choice.budget else [0]
+    budgets: list[Budget] = [choice.budget, 0] if choice.budget else [0]
     warm_up(llm, budgets)
     run = timed_run(llm, prompt, params, choice.budget, write)
     write("\n\n")
@@ -36,7 +37,7 @@ def generate(options: Namespace, write: Callable[[str], None]) -> int:
     return 0
 
 
-def summary(run: Run, baseline: Run | None, budget: int) -> str:
+def summary(run: Run, baseline: Run | None, budget: Budget) -> str:
     """Speed of `run`, and against `baseline` (the same request at budget 0; None when that is what `run` was)."""
     speed = (
         f"budget {budget}: {len(run.token_ids)} tokens ({run.finish_reason}), first token after {run.prompt_s:.2f} s"

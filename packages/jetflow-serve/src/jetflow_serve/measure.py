@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jetflow_core.budget import Budget
 from jetflow_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def timed_run(
     llm: LLM,
     prompt_ids: Sequence[int],
     params: SamplingParams,
-    budget: int | None = None,
+    budget: Budget | None = None,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Run one request on an idle engine and time it; `on_text` gets text as it comes.
@@ -69,7 +70,7 @@ def timed_run(
     )
 
 
-def warm_up(llm: LLM, budgets: Sequence[int | None] = (None,)) -> None:
+def warm_up(llm: LLM, budgets: Sequence[Budget | None] = (None,)) -> None:
     """Run a few tokens with each budget, so that kernels are compiled and memory is mapped before anyone waits."""
     prompt = llm.tokenizer.encode("The quick brown fox", allow_special=False)
     limit = min(WARM_UP_TOKENS, llm.engine.max_model_len - len(prompt))

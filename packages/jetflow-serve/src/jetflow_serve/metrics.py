@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from jetflow_core.engine import EngineStats
+    from jetflow_core.engine import Engine
     from jetflow_core.request import Output
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -58,9 +58,9 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, stats: Callable[[], EngineStats]) -> None:
-        """Show these numbers too. Call it once."""
-        self.registry.register(_Live(stats))
+    def watch(self, engine: Engine) -> None:
+        """Show the engine's own numbers too. Call it once."""
+        self.registry.register(_Live(engine))
 
     def output(self, progress: Progress, output: Output, now: float) -> None:
         """Count an output of a sequence that came at `now`, and note it in `progress`."""
@@ -103,12 +103,14 @@ class Metrics:
 
 
 class _Live(Collector):
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
-        self._stats = stats
+    """Reads counters that the engine thread writes; each is one number, so the worst is one that is a step old."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Read the engine's numbers once."""
-        now = self._stats()
+        """The numbers as they are now."""
+        now, drafting = self._engine.stats, self._engine.budgets.state()
         yield GaugeMetricFamily("jetflow:num_requests_running", "Sequences that take part in steps.", now.running)
         yield GaugeMetricFamily("jetflow:num_requests_waiting", "Sequences that wait for a place.", now.waiting)
         pages = GaugeMetricFamily("jetflow:kv_pages", "Pages of the KV cache by state.", labels=["state"])
@@ -119,3 +121,21 @@ class _Live(Collector):
             "jetflow:prefix_cache_hit_tokens", "Tokens found in the prefix cache.", now.hit_tokens
         )
         yield CounterMetricFamily("jetflow:num_preemptions", "Sequences that lost their pages.", now.preemptions)
+        for name, text, value in (
+            (
+                "draft_nodes",
+                "Draft tree nodes put through the target; over acceptance_length_count: the mean budget.",
+                drafting.nodes,
+            ),
+            ("drafted_steps", "Steps with a draft, of step_seconds_count.", drafting.drafted_steps),
+            ("budget_probes", "Drafts of budget auto that were made to see whether they pay again.", drafting.probes),
+            (
+                "budget_explorations",
+                "Steps of budget auto of a size that was tried to learn its time.",
+                drafting.explorations,
+            ),
+        ):
+            yield CounterMetricFamily(f"jetflow:{name}", text, value)
+        yield GaugeMetricFamily(
+            "jetflow:draft_nodes_last_step", "Draft tree nodes of the last step.", drafting.last_nodes
+        )

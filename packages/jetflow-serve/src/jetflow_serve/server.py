@@ -104,7 +104,7 @@ def serve(options: Namespace, write: Callable[[str], None]) -> int:
     """Run the server until it is told to stop. Raises ValueError for a port in use, a wrong model and the like."""
     configure(options.log_format)
     keys = read_keys(options.api_key, options.api_key_file)
-    choice = choose_model(options.model, options.head, options.budget, options.served_model_name, options.device)
+    choice = choose_model(options.model, options.head, options.budget, options.served_model_name)
     listener = bind(options.host, options.port)
     try:
         write(f"loading {choice.model} ...\n")

@@ -150,7 +150,7 @@ class EngineService:
         self.request_timeout_s = request_timeout_s
         self.open_requests = 0
         self.metrics = Metrics()
-        self.metrics.watch(lambda: engine.stats)
+        self.metrics.watch(engine)
         self._commands: SimpleQueue[_Add | _Cancel | _Stop] = SimpleQueue()
         self._owners: dict[str, tuple[Generation, int]] = {}  # engine request id → its reader; the thread's own
         self._counted: set[Generation] = set()  # generations in `open_requests`; the loop's own
