@@ -170,7 +170,12 @@ SPECS: dict[str, Spec] = {
     "moe_experts": Spec(moe.moe_experts_twin, build_experts, 2, rows=(0, 3, 4)),
 }
 
-OPS = ("tree_attention", "tree_attention_exact", *sorted(SPECS, key=lambda op: not op.startswith(("moe", "linear"))))
+OPS = (
+    "tree_attention",
+    "tree_attention_exact",
+    "distill_loss",
+    *sorted(SPECS, key=lambda op: not op.startswith(("moe", "linear"))),
+)
 """All ops, those that take longest first."""
 
 
@@ -178,6 +183,9 @@ def cases(op: str, model: Model, dtype: torch.dtype, device: str) -> Iterator[Ca
     """All comparisons of an op in one dtype."""
     if op.startswith("tree_attention"):
         yield from attention_cases(op, model, dtype, device)
+        return
+    if op == "distill_loss":
+        yield from distill_cases(model, dtype, device)
         return
     spec = SPECS[op]
     tolerance = spec.factor * TOLERANCE[torch.float32 if spec.wide else dtype]
@@ -360,6 +368,34 @@ def path_error(op: str, model: Model, shape: Shape, dtype: torch.dtype, device: 
         plain = run(*to_device(arguments_of(op, reference.as_sequence(call, path)), device)).cpu()
         worst = max(worst, error_of(together[path], plain))
     return worst
+
+
+def distill_cases(model: Model, dtype: torch.dtype, device: str) -> Iterator[Case]:
+    """Every divergence, from a dense and from a sparse teacher, with its gradient."""
+    for kind in ("forward_kl", "reverse_kl", "cross_entropy", "total_variation"):
+        for sparse in (False, True):
+            name = f"{kind}, {'sparse' if sparse else 'dense'} teacher"
+            yield Case(name, 4 * TOLERANCE[dtype], partial(distill_error, kind, sparse, model, dtype, device))
+
+
+def distill_error(kind: str, sparse: bool, model: Model, dtype: torch.dtype, device: str) -> float:
+    rows, heat = 33, {"temperature": 1.3, "teacher_temperature": 0.9}
+    teacher_hidden, table, _, _ = build_topk(model, rows, dtype)  # its likeliest token is certain
+    hidden, weights = normal(dtype, rows, model.hidden), torch.rand(rows)
+    logprobs, ids = torch.log_softmax(teacher_hidden.float() @ table.float().T, 1).topk(8)
+    ids[:, 5] = -1
+    teacher = {"teacher_hidden": teacher_hidden, "teacher_lm_head": table}
+    if sparse:
+        teacher = {"teacher_ids": ids, "teacher_logprobs": logprobs}
+
+    def run(device: str) -> tuple[Tensor, Tensor]:
+        student = hidden.to(device, copy=True).requires_grad_()
+        moved = {name: x.to(device) for name, x in (teacher | {"weights": weights}).items()}
+        loss = ops.distill_loss(student, table.to(device), kind=kind, **heat, **moved)
+        (gradient,) = torch.autograd.grad(loss, student)
+        return loss.detach(), gradient
+
+    return max(errors_of(run(device), run("cpu")))
 
 
 def as_tuple(results: Any) -> tuple[Tensor, ...]:

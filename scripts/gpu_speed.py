@@ -158,6 +158,14 @@ def build_walk(model: Model, load: Load) -> Call:
     return lambda: ops.accept_walk(tokens, parents, starts, choices, load.budget - 1)
 
 
+def build_distill(model: Model, load: Load) -> Call:
+    """Forward KL to a dense teacher, with its gradient."""
+    hidden, teacher = normal(load.tokens, model.hidden).requires_grad_(), normal(load.tokens, model.hidden)
+    tables, weights = normal(2, model.vocab, model.hidden), torch.ones(load.tokens)
+    given = {"teacher_hidden": teacher, "teacher_lm_head": tables[1], "weights": weights}
+    return lambda: ops.distill_loss(hidden, tables[0], **given)
+
+
 def build_route(model: Model, load: Load) -> Call:
     logits = normal(load.tokens, model.experts)
     return lambda: ops.moe_route(logits, model.top_k, True)
@@ -193,6 +201,7 @@ BUILDERS: dict[str, Callable[[Model, Load], Call]] = {
     "rms_norm": build_norm,
     "silu_mul": build_silu,
     "tree_attention_exact": build_attention("tree_attention_exact"),
+    "distill_loss": build_distill,
 }
 """By the names of the roofline, the most telling first."""
 

@@ -42,6 +42,8 @@ HAND = {  # bytes and FLOPs of one call at batch 1, budget 64, context 8192, on 
     "linear down": (12288 * 4096 * 2 + 64 * (12288 + 4096) * 2, 2 * 64 * 12288 * 4096),
     "linear head": (151936 * 4096 * 2 + 64 * (151936 + 4096) * 2, 2 * 64 * 151936 * 4096),
     "linear router": (128 * 2048 * 2 + 64 * (128 + 2048) * 2, 2 * 64 * 128 * 2048),
+    # two tables, two hidden states in and a float32 gradient out, a weight a row
+    "distill_loss": (2 * 151936 * 4096 * 2 + 64 * (2 * 4096 * 2 + 4096 * 4 + 4), 6 * 64 * 151936 * 4096),
     "sample": (64 * 151936 * 2 + 64 * 40, 30 * 64 * 151936),
     "accept_walk": (64 * 24 + 8 * 8 + 2 * 8, 0),
     # 32 candidates a row: a float32 and an int64 each, and the row's logsumexp
@@ -163,6 +165,7 @@ def calls(load: Load) -> dict[str, Callable[[], object]]:
         activation,
         attention,
         choice,
+        distill,
         exact_attention,
         kv,
         linear,
@@ -177,7 +180,7 @@ def calls(load: Load) -> dict[str, Callable[[], object]]:
     page_count = ceil((load.context + load.budget) / 16)
     q, k = meta(tokens, 32, 128), meta(tokens, 8, 128)
     cache, moved = meta(9, 16, 8, 128), indices(load.batch * 4, dtype=torch.int64)
-    x, hidden = meta(tokens, 2048), meta(tokens, 4096)
+    x, hidden, lm_head = meta(tokens, 2048), meta(tokens, 4096), meta(dense.vocab, 4096)
     routed = (meta(tokens, 8, dtype=torch.float32), indices(tokens, 8))
     layout = (indices(load.batch, page_count), indices(load.batch + 1), indices(load.batch))
     mask = indices(tokens, ceil(load.budget / 32))
@@ -199,7 +202,10 @@ def calls(load: Load) -> dict[str, Callable[[], object]]:
         "tree_attention_exact": lambda: exact_attention.tree_attention_exact(q, cache, cache, *layout, mask, 128**-0.5),
         "sample": lambda: choice.sample(meta(tokens, dense.vocab), column, slots, column, column, slots, slots),
         "accept_walk": lambda: choice.accept_walk(slots, slots, layout[1], slots, costs.DEPTH),
-        "topk_logprobs": lambda: logprobs.topk_logprobs(hidden, meta(dense.vocab, 4096), costs.CANDIDATES),
+        "distill_loss": lambda: distill.distill_loss(
+            hidden, lm_head, hidden, lm_head, None, None, column, "forward_kl", 1.0, 1.0, True
+        ),
+        "topk_logprobs": lambda: logprobs.topk_logprobs(hidden, lm_head, costs.CANDIDATES),
         "moe_route": lambda: moe.moe_route(meta(tokens, 128), 8, True),
         "moe_experts": lambda: moe.moe_experts(x, meta(128, 1536, 2048), meta(128, 2048, sparse.inner), *routed),
     }
@@ -227,15 +233,16 @@ def test_launches_are_as_stated(grids: list[int], name: str, load: Load) -> None
         call()
     stated = cost(name, load)
     assert len(grids) + library.count == stated.launches
-    if name != "topk_logprobs":  # its bulk is the library's
+    if name not in ("topk_logprobs", "distill_loss"):  # their bulk is the library's
         # Grids are upper bounds where the host does not know the sizes: a tile a sequence or expert, a split a row.
         assert max(grids) >= stated.programs * 0.99
 
 
 def test_kernel_constants_are_as_stated(grids: list[int]) -> None:
     from jetflow_triton import exact_attention
-    from jetflow_triton.kernels import attention, linear, logprobs
+    from jetflow_triton.kernels import attention, distill, linear, logprobs
 
+    assert distill.LOGITS_AT_ONCE == costs.DISTILL_AT_ONCE
     assert (exact_attention.SPAN, exact_attention.LAG) == (costs.SPAN, costs.LAG)
     assert (logprobs.PART, logprobs.LOGITS_AT_ONCE) == (costs.PART, costs.AT_ONCE)
     assert (attention.ROWS, linear.ROWS) == (costs.ROWS, costs.ROWS)

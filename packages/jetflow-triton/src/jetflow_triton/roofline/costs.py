@@ -24,6 +24,7 @@ SHARE = 2  # an SM draws at most this multiple of its share of the bandwidth: ha
 SPAN, LAG = 64, 32  # of exact attention: keys a block, latest keys that are in none
 PART, AT_ONCE = 4096, 2**28  # of topk_logprobs: logits a program, logits that exist at a time
 CANDIDATES = 32  # its k
+DISTILL_AT_ONCE, DISTILL_TURN = 2**27, 11  # of distill_loss: logits that exist at a time, launches for them
 SAMPLE_PREPARATION = 30  # launches of torch's own that prepare the columns of sample: keys, filters
 DEPTH = 8  # nodes that a tree's node sees, itself among them, where the tree is large enough
 ACCEPTED = 4  # nodes of a sequence that move to their final slots in a step
@@ -239,6 +240,21 @@ def accept_walk(model: Model, load: Load) -> Cost:
     return Cost(moved, 0, moved + load.batch * DEPTH * 8, 0, load.batch, 2)
 
 
+def distill_loss(model: Model, load: Load) -> Cost:
+    """Forward KL to a dense teacher and its gradient, a row a token: three products with a table, two tables.
+
+    The library multiplies; logits and the teacher's live for a chunk of rows, are written, read in three passes and
+    overwritten by the slopes, which the last product reads.
+    """
+    tokens, vocab, hidden = load.tokens, model.vocab, model.hidden
+    table, logits = vocab * hidden * ITEM, tokens * vocab * ITEM
+    own = tokens * (2 * hidden * ITEM + hidden * 4 + 4)
+    turns = ceil(tokens / (DISTILL_AT_ONCE // vocab))
+    flops = 6 * tokens * vocab * hidden
+    loads = 3 * turns * table + 10 * logits + own
+    return Cost(2 * table + own, flops, loads, flops, ceil(vocab / 128), 1 + DISTILL_TURN * turns)
+
+
 def distinct_experts(model: Model, tokens: int) -> float:
     """`E (1 − (1 − k/E)^T)`: the experts that T tokens are expected to read."""
     return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
@@ -301,6 +317,7 @@ OPS: dict[str, Op] = {
     "moe_experts": Op(moe_experts, _if_sparse),
     "sample": Op(sample, lambda _: 1),
     "accept_walk": Op(accept_walk, lambda _: 1),
+    "distill_loss": Op(distill_loss, lambda _: 0),
     "topk_logprobs": Op(topk_logprobs, lambda _: 1),
     "kv_move": Op(kv_move, lambda _: 1),
 }

@@ -48,6 +48,7 @@ def losses() -> Iterator[str]:
     yield crowded_experts()
     yield logits()
     yield choosing()
+    yield teaching()
     yield (
         "**`kv_move`.** Passes through a scratch tensor so that moves may overlap: twice the bytes and two launches, "
         "once a step."
@@ -193,6 +194,20 @@ def choosing() -> str:
         f"{us(cost.expected(H100))} for 64 rows where the floor is {us(cost.floor(H100))}. A row is read twice; a top-k or "
         "top-p adds up to 31 readings of it, a bisection each, from L2. A tree's walk is one program and a chain of "
         f"dependent reads: {walk.bytes / 1e3:.0f} KB at batch 8 are nothing, the {walk.launches} launches are."
+    )
+
+
+def teaching() -> str:
+    """Logits that are not kept."""
+    load = Load(32, 256, 0)
+    cost = costs.distill_loss(DENSE, load)
+    whole, kept = load.tokens * DENSE.vocab * 4, costs.DISTILL_AT_ONCE * ITEM * 2
+    return (
+        f"**`distill_loss`.** {load.tokens:,} rows of {DENSE.name} have {whole / 1e9:.1f} GB of float32 logits, and the "
+        f"teacher's as many; {mb(kept)} of both exist at a time. For that the tables are read again for every "
+        f"{costs.DISTILL_AT_ONCE // DENSE.vocab} rows and each logit in several passes: "
+        f"{number(cost.loads / cost.bytes)}x the bytes, {ms(cost.loads / H100.cache_bandwidth)} beside "
+        f"{ms(cost.flops / H100.flops)} of products."
     )
 
 
