@@ -7,44 +7,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_strategies import attention_calls
 
 from jetflow_triton import tree_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-@st.composite
-def calls(draw: st.DrawFn) -> reference.Ragged:
-    counts = draw(st.lists(st.integers(0, 36), min_size=1, max_size=3))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 3), (3, 1), (1, 8)]))
-    return reference.random_call(
-        [reference.random_parents(n, generator) if n else [] for n in counts],
-        [draw(st.integers(0, 70)) for _ in counts],
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        width=draw(st.sampled_from([8, 16, 80])),
-        page=draw(st.sampled_from([16, 16, 32, 256])),
-        masked=draw(st.booleans()),
-        joined=draw(st.booleans()),
-        window=draw(st.none() | st.integers(1, 100)),
-        seed=draw(st.integers(0, 1 << 30)),
-    )
-
-
 @settings(deadline=None, max_examples=25)
-@given(calls())
+@given(attention_calls())
 def test_equals_the_oracle(call: reference.Ragged) -> None:
     torch.testing.assert_close(tree_attention(*call.args()).double(), reference.attention(call), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    call = reference.random_call([reference.random_parents(20, generator)], [33], dtype=dtype)
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_half_precision(dtype: torch.dtype, data: st.DataObject) -> None:
+    call = data.draw(attention_calls(dtype))
     result = tree_attention(*call.args())
     assert result.dtype is dtype
-    torch.testing.assert_close(result.double(), reference.attention(call), atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(result.double(), reference.attention(call), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @settings(deadline=None, max_examples=200)
@@ -62,7 +45,7 @@ def test_a_tree_is_its_paths(nodes: int, prefix: int, seed: int) -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(calls())
+@given(attention_calls())
 def test_neighbours_do_not_matter(call: reference.Ragged) -> None:
     result = tree_attention(*call.args())
     for b in range(call.prefix_lens.shape[0]):
@@ -118,3 +101,27 @@ def test_a_strided_query_and_no_query() -> None:
     assert torch.equal(tree_attention(*call.args()), expected)
     empty = reference.random_call([[]], [4])
     assert tree_attention(*empty.args()).shape == (0, 4, 16)
+
+
+def test_a_window_acts_on_depths_not_on_slots() -> None:
+    """Of 0 → 1 → 3 and 0 → 2 behind a prefix of 4: node 3 is two positions after node 0, three slots."""
+    call = reference.random_call([[-1, 0, 0, 1]], [4])
+    seen = {
+        1: [[4], [5], [6], [7]],
+        2: [[3, 4], [4, 5], [4, 6], [5, 7]],
+        3: [[2, 3, 4], [3, 4, 5], [3, 4, 6], [4, 5, 7]],
+    }
+    slots, group = call.slots(0), call.q.shape[1] // call.k_cache.shape[2]
+    for call.window, rows in seen.items():
+        result = tree_attention(*call.args())
+        for row, logical in enumerate(rows):
+            k, v = (c.flatten(0, 1)[slots[logical]].repeat_interleave(group, 1) for c in (call.k_cache, call.v_cache))
+            p = torch.softmax(torch.einsum("hd,shd->hs", call.q[row], k) * call.scale, -1)
+            torch.testing.assert_close(result[row], torch.einsum("hs,shd->hd", p, v), atol=2e-5, rtol=2e-5)
+
+
+def test_more_than_a_thousand_nodes() -> None:
+    call = reference.random_call(
+        [reference.random_parents(1030, torch.Generator().manual_seed(3))], [20], heads=1, kv_heads=1
+    )
+    torch.testing.assert_close(tree_attention(*call.args()).double(), reference.attention(call), atol=2e-5, rtol=2e-5)

@@ -5,6 +5,7 @@ Kernels are compiled for GPUs that are not there. Every change compiles a part o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -21,7 +22,7 @@ if triton.knobs.runtime.interpret:
 
 import kernel_resources as resources
 from kernel_configurations import experts, meta, rows, tree
-from kernel_offline import SHARED, TARGETS, Compiled, launch_keys
+from kernel_offline import SHARED, TARGETS, Compiled, compile_launches, launch_keys
 
 QUICK = {("rows, bf16", "sm_90"), ("experts, 1 token", "sm_90"), *(("tree, 8B", target) for target in TARGETS)}
 ALL = [(name, target) for name in resources.CONFIGURATIONS for target in TARGETS]
@@ -59,6 +60,14 @@ def test_experts_use_one_instruction_at_every_number_of_tokens() -> None:
     for target in ("sm_80", "sm_90", "sm_100"):
         found = {needs.products for name, needs in committed()[target] if "experts" in name}
         assert found == {"mma.sync", ""}, target
+
+
+def test_rows_are_read_16_bytes_at_a_time() -> None:
+    """A stride that the compiler knows nothing about would turn wide loads into single elements."""
+    for kernel in compile_launches("sm_90", rows):
+        if kernel.metadata.name != "moe_route_kernel":  # 128 logits are 4 a lane
+            assert "ld.global.v4.b32" in kernel.asm["ptx"], kernel.metadata.name
+            assert not re.search(r"ld\.global\.b(8|16)\b", kernel.asm["ptx"]), kernel.metadata.name
 
 
 def new_kernels(launches: Iterable[Callable[[], object]]) -> dict[str, int]:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_strategies import expert_calls
+from torch import Tensor
 
 from jetflow_triton import moe_experts, moe_route
 
@@ -33,14 +35,16 @@ def test_route_survives_extremes() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 4, 1), (7, 6, 3), (40, 5, 2), (0, 4, 2)])
-def test_experts(dtype: torch.dtype, tokens: int, experts: int, top_k: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(tokens, 12).to(dtype)
-    gate_up, down = torch.randn(experts, 2 * 10, 12).to(dtype) / 4, torch.randn(experts, 12, 10).to(dtype) / 4
-    weights, chosen = moe_route(torch.randn(tokens, experts), top_k, True)
-    result = moe_experts(x, gate_up, down, weights, chosen)
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_experts(dtype: torch.dtype, data: st.DataObject) -> None:
+    args: tuple[Tensor, ...] = data.draw(expert_calls(dtype))
+    result = moe_experts(*args)
     assert result.dtype is dtype
-    torch.testing.assert_close(
-        result.double(), reference.experts(x, gate_up, down, weights, chosen), atol=TOLERANCE[dtype], rtol=0.02
-    )
+    torch.testing.assert_close(result.double(), reference.experts(*args), atol=TOLERANCE[dtype], rtol=0.02)
+
+
+def test_no_tokens() -> None:
+    weights, chosen = moe_route(torch.randn(0, 4), 2, True)
+    args = (torch.randn(0, 12), torch.randn(4, 20, 12), torch.randn(4, 12, 10), weights, chosen)
+    assert moe_experts(*args).shape == (0, 12)
