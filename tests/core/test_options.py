@@ -169,7 +169,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[Decoder, list[Expected]]:
 # --- all options side by side ---
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     budget=st.integers(0, 30),
     page=st.sampled_from([1, 2, 8, 16, 64]),
@@ -427,7 +427,7 @@ def test_ids_outside_the_vocabulary_are_refused(field: str) -> None:
 # --- what a row becomes ---
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     cases=st.lists(
         st.tuples(options(), st.lists(tokens, max_size=9), st.lists(tokens, max_size=9), st.lists(tokens, max_size=6)),
