@@ -8,11 +8,13 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
-from serve.support import MODEL, Running, byte_tokenizer, serving
+from serve.support import END, MODEL, Running, byte_tokenizer, serving
 from tiny import tiny_head, tiny_model
 
 VOCAB = 260  # two rows beyond what the tokenizer knows: they must never be chosen
@@ -166,3 +168,34 @@ def test_leaving_a_stream_frees_its_pages(client: openai.OpenAI, server: Running
         next(iter(stream))
     server.wait_idle()
     server.engine.check_idle()
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_stream_is_its_whole_answer_in_pieces(client: openai.OpenAI, data: st.DataObject) -> None:
+    """Whatever the options, the chunks put together are the answer that is not streamed."""
+    choices: dict[str, Any] = {
+        "n": [1, 2],
+        "temperature": [0, 1],
+        "logprobs": [None, True],
+        "stop": [None, ["a", "\ufffd\ufffd"], "e"],
+        "presence_penalty": [None, 1.5],
+        "logit_bias": [None, {str(END): 5, "40": 3}],
+        "extra_body": [{}, {"min_tokens": 5}, {"separate_reasoning": True}],
+    }
+    options = {name: data.draw(st.sampled_from(values), label=name) for name, values in choices.items()}
+    options = {name: value for name, value in options.items() if value is not None} | {"seed": 4}
+    whole = ask(client, **options)
+    folded = [{"text": "", "logprobs": [], "finish": None} for _ in whole.choices]
+    *chunks, last = ask(client, **options, stream=True, stream_options={"include_usage": True})
+    for choice in (chunk.choices[0] for chunk in chunks):
+        one: dict[str, Any] = folded[choice.index]
+        assert one["finish"] is None, "nothing comes after the end"
+        one["text"] += choice.delta.content or ""
+        one["logprobs"] += choice.logprobs.content if choice.logprobs else []
+        one["finish"] = choice.finish_reason
+    for choice, one in zip(whole.choices, folded, strict=True):
+        assert one["text"] == (choice.message.content or "")
+        assert one["logprobs"] == (choice.logprobs.content if choice.logprobs else [])
+        assert one["finish"] == choice.finish_reason
+    assert last.usage.completion_tokens == whole.usage.completion_tokens

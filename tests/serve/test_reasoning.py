@@ -119,26 +119,39 @@ def test_a_request_decides() -> None:
     assert answer(MAY, THOUGHT, separate_reasoning=None) == ("Let me see.", "Paris.")
 
 
-def test_earlier_reasoning_is_taken_where_the_template_reads_it() -> None:
-    reads = CHATML.replace(
-        "{{ m['content'] }}",
-        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
-    )
+READS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (READS, "<think>Let me see.</think>"),
+        (MAY, "<think>\nLet me see.\n</think>\n\n"),  # knows blocks, but not the field
+        (CHATML, None),
+    ],
+)
+@pytest.mark.parametrize("content", ["Paris.", None])
+def test_earlier_reasoning(template: str, written: str | None, content: str | None) -> None:
     seen: list[str] = []
-    for template, status in ((reads, 200), (CHATML, 400)):
-        tokenizer = byte_tokenizer(template)
+    tokenizer = byte_tokenizer(template)
 
-        def script(prompt: list[int], tokenizer: Any = tokenizer) -> list[int]:
-            seen.append(tokenizer.decode(prompt))
-            return [END]
+    def script(prompt: list[int]) -> list[int]:
+        seen.append(tokenizer.decode(prompt))
+        return [END]
 
-        messages = [
-            {"role": "assistant", "content": "Paris.", "reasoning_content": "Let me see."},
-            {"role": "user", "content": "Sure?"},
-        ]
-        with serving(ScriptedEngine(script, tokenizer=tokenizer)) as running, running.client() as client:
-            assert client.post(CHAT, json={"messages": messages}).status_code == status
-    assert "<think>Let me see.</think>Paris." in seen[0]
+    messages = [
+        {"role": "assistant", "content": content, "reasoning_content": "Let me see."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    with serving(ScriptedEngine(script, tokenizer=tokenizer)) as running, running.client() as client:
+        response = client.post(CHAT, json={"messages": messages})
+    if written is None:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    else:
+        assert seen[0].startswith(f"assistant\n{written}{content or ''}\nuser\nSure?")
 
 
 def test_the_official_client_reads_it() -> None:

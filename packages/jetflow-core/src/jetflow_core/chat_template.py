@@ -92,7 +92,8 @@ def text_size(value: object) -> int:
 
 
 def prepare_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, object]]:
-    """Messages as templates read them: text parts joined, absent fields dropped, "developer" as "system" where needed.
+    """Messages as templates read them: text parts joined, absent fields dropped, "developer" as "system" and reasoning as a
+    `<think>` block where needed.
 
     Raises `ValueError` naming the message and what `template` cannot express; nothing is dropped silently.
     """
@@ -111,6 +112,10 @@ def _prepare(index: int, message: Message, template: ChatTemplate) -> dict[str, 
     if role == "tool" and "tool" not in template.words:
         raise ValueError(f"{where}: this model's chat template has no role 'tool'")
     prepared: dict[str, object] = {"role": role, "content": _join_text(where, message.get("content"))}
+    if (thought := message.get("reasoning_content")) and template.thinks and "reasoning_content" not in template.words:
+        # The form in which the model wrote it; such templates take it out of the text where they want to.
+        prepared["content"] = f"<think>\n{thought}\n</think>\n\n{prepared['content']}"
+        message = {**message, **prepared, "reasoning_content": None}
     for key, value in message.items():
         if key in prepared or value is None or value == []:
             continue
@@ -118,7 +123,7 @@ def _prepare(index: int, message: Message, template: ChatTemplate) -> dict[str, 
         if key not in template.words and not (key == "tool_call_id" and role == "tool"):
             raise ValueError(f"{where}: this model's chat template cannot express the field {key!r}")
         prepared[key] = value
-    if message.get("content") is None and "tool_calls" not in prepared:
+    if message.get("content") is None and not prepared.keys() & {"tool_calls", "reasoning_content"}:
         raise ValueError(f"{where}: content is missing")
     return prepared
 

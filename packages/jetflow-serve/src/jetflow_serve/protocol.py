@@ -199,7 +199,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _role_and_fields_agree(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.reasoning_content:
             raise _fault("content", "it is missing")
         for name in ("tool_calls", "reasoning_content"):
             if getattr(self, name) and self.role != "assistant":

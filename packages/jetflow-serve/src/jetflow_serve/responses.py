@@ -84,7 +84,7 @@ class Reader:
             self.finish = "length" if output.finish_reason == "length" else "stop"
             pieces += self._parser.flush()
         entries: list[Entry] = []
-        if self._plan.logprobs and (pieces or self.finish):
+        if pieces or self.finish:
             entries, self._waiting = self._waiting, []
         self.pieces += pieces
         self.entries += entries
@@ -105,9 +105,10 @@ class Reader:
             return
         self._sum += sum(own.logprob for own in output.logprobs)
         self._count += len(output.logprobs)
-        for token, own in zip(output.token_ids, output.logprobs, strict=True):
-            self._track.add(token, own)
-        self._waiting += self._track.take(output.text, output.finish_reason)
+        if self._plan.logprobs:
+            for token, own in zip(output.token_ids, output.logprobs, strict=True):
+                self._track.add(token, own)
+            self._waiting += self._track.take(output.text, output.finish_reason)
 
     def _prompt_entries(self, output: Output) -> list[Entry]:
         if output.prompt_logprobs is None:
