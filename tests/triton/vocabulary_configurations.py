@@ -8,7 +8,7 @@ import torch
 from kernel_configurations import BF16, FP16, FP32, indices, meta
 from torch import Tensor
 
-from jetflow_triton.kernels import choice, logprobs
+from jetflow_triton.kernels import choice, distill, logprobs
 from jetflow_triton.kernels import linear as linear_kernels
 
 PRODUCTS = {"linear_kernel"}
@@ -32,6 +32,14 @@ def choices(trees: int, nodes: int, dtype: torch.dtype = BF16) -> None:
     choice.accept_walk(count, count, indices(trees + 1), count, 16)
 
 
+def distillation(kind: str, *, sparse: bool, dtype: torch.dtype = BF16) -> None:
+    """Qwen3-8B's LM head, 2048 slots, against the target's hidden states or its 64 likeliest tokens."""
+    hidden, table = meta(2048, 4096, dtype=dtype), meta(151936, 4096, dtype=dtype)
+    entries = (None, None, indices(2048, 64, dtype=torch.int64), meta(2048, 64, dtype=FP32))
+    teacher = entries if sparse else (hidden, table, None, None)
+    distill.distill_loss(hidden, table, *teacher, meta(2048, dtype=FP32), kind, 1.0, 1.0, True)
+
+
 CONFIGURATIONS: dict[str, Callable[[], object]] = {
     "linear, 8B, qkv": lambda: linear(64, 4096, 6144),
     "linear, 8B, gate and up": lambda: linear(64, 4096, 24576),
@@ -42,4 +50,9 @@ CONFIGURATIONS: dict[str, Callable[[], object]] = {
     "top-k, 20 of 151936, fp16": lambda: topk(300, 20, FP16),
     "sample and walk, 8 trees of 64": lambda: choices(8, 64),
     "sample and walk, one tree, fp32": lambda: choices(1, 33, FP32),
+    "distillation, forward KL, dense": lambda: distillation("forward_kl", sparse=False),
+    "distillation, forward KL, sparse": lambda: distillation("forward_kl", sparse=True),
+    "distillation, reverse KL, dense, fp16": lambda: distillation("reverse_kl", sparse=False, dtype=FP16),
+    "distillation, cross-entropy, dense": lambda: distillation("cross_entropy", sparse=False),
+    "distillation, total variation, dense": lambda: distillation("total_variation", sparse=False),
 }

@@ -14,7 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jetflow_triton.choice import _log_exponential, accept_walk_twin, sample_twin
+from jetflow_triton.distill import distill_loss_twin
 from jetflow_triton.kernels import choice as choice_kernels
+from jetflow_triton.kernels import distill as distill_kernels
 from jetflow_triton.kernels import linear as linear_kernels
 from jetflow_triton.kernels import logprobs as logprobs_kernels
 from jetflow_triton.linear import linear_twin
@@ -166,3 +168,51 @@ def test_accept_walk(index: torch.dtype) -> None:
         for result, expected in zip(results, accept_walk_twin(tokens, parents, starts, choices, depth), strict=True):
             assert torch.equal(result, expected)
     assert results[1].tolist()[:3] == [1, 0, 3]
+
+
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several steps a row, several chunks a batch."""
+    monkeypatch.setattr(distill_kernels, "BLOCK", 32)
+    monkeypatch.setattr(distill_kernels, "LOGITS_AT_ONCE", 4 * 75)
+
+
+KINDS = ["forward_kl", "reverse_kl", "cross_entropy", "total_variation"]
+
+
+def teachers(rows: int, vocab: int, dtype: torch.dtype) -> dict[str, tuple[Tensor | None, ...]]:
+    logprobs, ids = torch.log_softmax(torch.randn(rows, vocab + 20) * 2, -1).topk(9)
+    ids = ids.masked_fill(ids >= vocab, -1)
+    logprobs[0, 4] = -torch.inf
+    hidden, table = torch.randn(rows, 16).to(dtype), (torch.randn(vocab, 16) / 2).to(dtype)
+    return {"dense": (hidden, table, None, None), "sparse": (None, None, ids, logprobs)}
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("teacher", ["dense", "sparse"])
+@pytest.mark.usefixtures("short_rows")
+def test_distill_loss(dtype: torch.dtype, kind: str, teacher: str) -> None:
+    rows, vocab = 6, 75
+    hidden, table = torch.randn(rows, 16).to(dtype), (torch.randn(vocab, 16) / 2).to(dtype)
+    args = (hidden, table, *teachers(rows, vocab, dtype)[teacher], torch.rand(rows), kind, 1.3, 1.0)
+    results, expected = distill_kernels.distill_loss(*args, True), distill_loss_twin(*args, True)
+    tolerance = {torch.float32: 2e-5, torch.float16: 3e-3}[dtype]
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, atol=tolerance, rtol=tolerance)
+    value, nothing = distill_kernels.distill_loss(*args, False)
+    assert value == results[0]
+    assert nothing.shape == (0,)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("short_rows")
+def test_distill_loss_of_extreme_logits(kind: str) -> None:
+    hidden, table = torch.randn(3, 8) * 1e4, torch.randn(75, 8) * 1e3
+    dense = (torch.randn(3, 8) * 1e4, table, None, None)
+    sparse = (None, None, torch.tensor([[3, 5]] * 3), torch.tensor([[0.0, -500.0]] * 3))
+    for teacher in (dense, sparse):
+        args = (hidden, table, *teacher, None, kind, 1.0, 1.0, True)
+        for result, wanted in zip(distill_kernels.distill_loss(*args), distill_loss_twin(*args), strict=True):
+            assert result.isfinite().all()
+            torch.testing.assert_close(result, wanted, atol=1e-4, rtol=1e-4)

@@ -4,6 +4,7 @@ from jetflow_triton.activation import silu_mul
 from jetflow_triton.attention import tree_attention
 from jetflow_triton.checks import debug_checks
 from jetflow_triton.choice import accept_walk, sample
+from jetflow_triton.distill import distill_loss
 from jetflow_triton.exact_attention import tree_attention_exact
 from jetflow_triton.kv import kv_move, kv_write
 from jetflow_triton.linear import linear
@@ -16,6 +17,7 @@ __all__ = [
     "accept_walk",
     "add_rms_norm",
     "debug_checks",
+    "distill_loss",
     "kv_move",
     "kv_write",
     "linear",

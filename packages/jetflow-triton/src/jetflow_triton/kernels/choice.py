@@ -126,7 +126,7 @@ def _draw(row, vocab, best, temperature, limit, log_min_p, key, SIZE: tl.constex
     return winner
 
 
-@triton.jit(do_not_specialize=["stride", "vocab"])
+@triton.jit
 def sample_kernel(logits, temperature, top_k, top_p, log_min_p, keys, tokens, stride, vocab, SIZE: tl.constexpr):
     """Grid: rows."""
     place = tl.program_id(0)

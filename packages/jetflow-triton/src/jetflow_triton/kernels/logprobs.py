@@ -27,7 +27,7 @@ def _take_largest(values, ids, NOBODY: tl.constexpr):
     return top, winner, tl.where(taken, float("-inf"), values), tl.where(taken, NOBODY, ids)
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit
 def part_kernel(logits, values, ids, stats, vocab, TOP_K: tl.constexpr, SIZE: tl.constexpr):
     """Grid: rows, parts. A part's largest logits with their ids, its maximum and its sum of exponentials."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -46,7 +46,7 @@ def part_kernel(logits, values, ids, stats, vocab, TOP_K: tl.constexpr, SIZE: tl
         tl.store(ids + place * TOP_K + i, winner)
 
 
-@triton.jit(do_not_specialize=["parts", "vocab"])
+@triton.jit
 def merge_kernel(
     values,
     ids,
