@@ -2,8 +2,8 @@
 
     python scripts/gpu_check.py [FOLDER]     from the repository root, `packages/jetflow-triton/src` on PYTHONPATH
 
-Three parts: `check` (results, gradients, the same bits for a row among any number of rows; bfloat16, float16, float32),
-`graph` (a decode step captured as a CUDA graph and replayed), `speed` (time of a call against the floor at Qwen3
+Parts: `check` (results, gradients, the same bits for a row among any number of rows; bfloat16, float16, float32), `graph`
+(a decode step captured as a CUDA graph and replayed), `compile` and `speed` (time of a call beside the floor at Qwen3
 shapes). The work is done by child processes: one that hangs, dies or spoils the GPU's context costs the op it was at, and
 the rest goes on. Every line is printed at once; FOLDER gets `gpu_check.json`, complete after every line. What does not
 fit `--seconds` is named. Exit status: 0 all right, 1 something is wrong or was not run, 2 no GPU.
@@ -60,6 +60,19 @@ def speed(name: str, device: str, quick: bool) -> Iterator[Record]:
         yield {"case": row.name} | limits | measured
 
 
+def compile_rows(name: str, device: str, quick: bool) -> Iterator[Record]:
+    """Runs each shape of an op once, so that `speed`, which measures alone, finds its kernels compiled."""
+
+    def run() -> Record:
+        for row in gpu_speed.rows(name, device, quick):
+            row.build()()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return {}
+
+    yield {"case": "runs at every shape"} | attempt(run)
+
+
 def judged(case: gpu_cases.Case) -> Record:
     """The outcome of a comparison."""
     error = case.run()
@@ -77,10 +90,16 @@ def attempt(run: Callable[[], Record]) -> Record:
     return outcome | {"seconds": round(time.monotonic() - start, 2)}
 
 
-PARTS: dict[str, Callable[[str, str, bool], Iterator[Record]]] = {"check": check, "graph": graph, "speed": speed}
+PARTS: dict[str, Callable[[str, str, bool], Iterator[Record]]] = {
+    "check": check,
+    "graph": graph,
+    "compile": compile_rows,
+    "speed": speed,
+}
 STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("check", tuple(f"{op} bfloat16" for op in gpu_cases.OPS)),
     ("graph", tuple(f"{kind} {dtype}" for dtype in ("bfloat16", "float16") for kind in gpu_graph.KINDS)),
+    ("compile", tuple(gpu_speed.BUILDERS)),
     ("speed", tuple(gpu_speed.BUILDERS)),
     ("check", tuple(f"{op} {dtype}" for dtype in ("float16", "float32") for op in gpu_cases.OPS)),
 )
@@ -89,7 +108,7 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def line_of(record: Record) -> str:
     """A record for the eye."""
-    name = f"{record['part']:5s} {record['name']}: {record['case']}"
+    name = f"{record['part']} {record['name']}: {record['case']}"
     if "failure" in record:
         return f"FAILED {name}: {record['failure']} (error {record.get('error')})\n{record.get('trace', '')}".rstrip()
     if record["part"] == "speed":
@@ -97,7 +116,8 @@ def line_of(record: Record) -> str:
             f"       {name}: {record['us']:.1f} us, floor {record['floor_us']:.1f} "
             f"(x {record['us'] / record['floor_us']:.2f}), design {record['design_us']:.1f}"
         )
-    return f"ok     {name}: error {record['error']:.1e} of {record['allowed']:.1e}, {record['seconds']:.1f} s"
+    error = f"error {record['error']:.1e} of {record['allowed']:.1e}, " if "error" in record else ""
+    return f"ok     {name}: {error}{record['seconds']:.1f} s"
 
 
 class Report:

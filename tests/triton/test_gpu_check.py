@@ -119,7 +119,7 @@ def test_script_writes_what_it_prints(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert written["about"]["torch"] == torch.__version__
     assert [gpu_check.line_of(record) for record in written["records"]] == finished.stdout.splitlines()[1:-2]
-    assert "check 0, graph 0, speed 2; failed: 0" in finished.stdout
+    assert "check 0, graph 0, compile 0, speed 2; failed: 0" in finished.stdout
 
 
 def test_script_names_what_it_had_no_time_for(capsys: pytest.CaptureFixture[str]) -> None:
