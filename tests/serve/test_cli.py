@@ -120,13 +120,18 @@ def test_options_and_defaults_are_these() -> None:
         "command": "bench", "data": ["a"], "budgets": "8,16,32", "prompts": 20, "repeats": 1, "json": None,
         "max_tokens": 128, "temperature": 0.0, "seed": None,
     }  # fmt: skip
+    assert vars(parse(["bench-serve", "--data", "a"])) == model | {
+        "command": "bench-serve", "data": ["a"], "prompts": 20, "concurrency": "1,2,4,8,16,32", "rates": None,
+        "requests": 16, "rounds": 3, "max_tokens": 64, "temperature": 0.0, "budgets": "0,8,16,32,auto", "url": None,
+        "api_key": None, "json": None, "plot": None,
+    }  # fmt: skip
     assert vars(parse(["verify", "--data", "a"])) == model | {
         "command": "verify", "data": ["a"], "budgets": "16", "batch": "1,8", "prompts": 20, "max_tokens": 128,
         "temperature": [0.0, 0.8], "seed": 0,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve"], ["generate"], ["bench"], ["verify"]])
+@pytest.mark.parametrize("arguments", [[], ["serve"], ["generate"], ["bench"], ["bench-serve"], ["verify"]])
 def test_help(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*arguments, "--help"])

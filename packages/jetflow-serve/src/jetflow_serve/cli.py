@@ -1,4 +1,4 @@
-"""The `jetflow-serve` command: `serve` (the default), `generate`, `bench` and `verify`."""
+"""The `jetflow-serve` command: `serve` (the default), `generate`, `bench`, `bench-serve` and `verify`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ def _run(options: argparse.Namespace) -> int:
         from jetflow_serve.bench import bench  # noqa: PLC0415
 
         return bench(options, _write, _write_progress)
+    if options.command == "bench-serve":
+        from jetflow_serve.bench_serve import bench_serve  # noqa: PLC0415
+
+        return bench_serve(options, _write, _write_progress)
     if options.command == "verify":
         from jetflow_serve.verify import verify  # noqa: PLC0415
 
@@ -75,6 +79,7 @@ def build_parser(config: Path | None = None) -> argparse.ArgumentParser:
         serve.set_defaults(**read_config(config, serve))
     _add_generate(commands.add_parser("generate", help="answer one prompt and print the speed-up"))
     _add_bench(commands.add_parser("bench", help="measure budgets over prompts from files"))
+    _add_bench_serve(commands.add_parser("bench-serve", help="measure a server under load, budget against budget"))
     _add_verify(commands.add_parser("verify", help="hold every speculative answer to the one of budget 0"))
     return parser
 
@@ -174,6 +179,39 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="PATH", help="write the results there too")
     _add_model_options(parser)
     _add_sampling(parser, max_tokens=128)
+
+
+def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Ask a server over HTTP from many clients at once. In every round each budget gets the same work in turn, from a server "
+        "of this process; with --url a running server is measured as it is. Prints medians with hardware and dtype."
+    )
+    _add_data(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument("--concurrency", default="1,2,4,8,16,32", metavar="N,N,...", help="clients at once (%(default)s)")
+    load.add_argument(
+        "--rates",
+        type=_positive,
+        nargs="+",
+        metavar="R",
+        help="requests a second instead, arriving as a Poisson process",
+    )
+    load.add_argument(
+        "--requests", type=_at_least(1), default=16, metavar="N", help="of a run, or twice the clients (%(default)s)"
+    )
+    load.add_argument("--rounds", type=_at_least(1), default=3, metavar="N", help="(%(default)s)")
+    load.add_argument("--max-tokens", type=_at_least(2), default=64, metavar="N", help="of every answer (%(default)s)")
+    load.add_argument(
+        "--temperature", type=float, default=0.0, help="0: greedy; request i has the seed i (%(default)s)"
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--budgets", default="0,8,16,32,auto", help="servers to compare (%(default)s)")
+    what.add_argument("--url", help="a running server, such as http://127.0.0.1:8000, instead of budgets")
+    what.add_argument("--api-key", metavar="KEY", help="for --url")
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", metavar="PATH", help="write the results there too")
+    results.add_argument("--plot", metavar="PATH", help="draw them there, as .png or .svg")
+    _add_model_options(parser)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
