@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from jetflow_triton.kernels import activation, attention, kv, moe, norm, rope
+from jetflow_triton.kernels import activation, attention, exact_attention, kv, moe, norm, rope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -44,6 +44,14 @@ def tree(
     starts, prefixes = indices(batch + 1 + skipped)[skipped:], indices(batch + skipped)[skipped:]
     q, positions = meta(tokens, 32, width, dtype=dtype), indices(tokens, dtype=torch.int64)
     return attention.tree_attention(q, cache, cache, tables, starts, prefixes, mask, width**-0.5, window, positions)
+
+
+def exact_tree(tokens: int, kv_heads: int = 8, words: int = 2, context: int = 4096) -> Tensor:
+    """One tree or chain in exact mode, 32 query heads of 128."""
+    cache, mask = meta(1000, 16, kv_heads, 128), indices(tokens, words) if words else None
+    return exact_attention.tree_attention_exact(
+        meta(tokens, 32, 128), cache, cache, indices(1, context // 16), indices(2), indices(1), mask, 128**-0.5
+    )
 
 
 def experts(tokens: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -86,6 +94,8 @@ CONFIGURATIONS: dict[str, Callable[[], object]] = {
     "tree, width 96": lambda: tree(64, 96),
     "tree, width 256": lambda: tree(64, 256),
     "chain, width 256": lambda: tree(4096, 256, words=0),
+    "exact tree, 8B": lambda: exact_tree(64),
+    "exact tree, 30B-A3B": lambda: exact_tree(64, 4),
     "experts, 1 token": lambda: experts(1),
     "experts, 1 token, fp16": lambda: experts(1, FP16),
     "experts, 512 tokens": lambda: experts(512),
@@ -93,5 +103,5 @@ CONFIGURATIONS: dict[str, Callable[[], object]] = {
     "experts, 1 token, fp32": lambda: experts(1, FP32),
 }
 
-PRODUCTS = {"tree_attention_kernel", "gate_up_kernel", "down_kernel"}
+PRODUCTS = {"tree_attention_kernel", "tree_attention_exact_kernel", "gate_up_kernel", "down_kernel"}
 """Kernels whose products belong on the tensor cores."""

@@ -21,8 +21,9 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under the interpreter", allow_module_level=True)
 
 import kernel_resources as resources
-from kernel_configurations import experts, meta, rows, tree
+from kernel_configurations import exact_tree, experts, meta, rows, tree
 from kernel_offline import SHARED, TARGETS, Compiled, compile_launches, launch_keys
+from vocabulary_configurations import choices, linear, topk
 
 QUICK = {("rows, bf16", "sm_90"), ("experts, 1 token", "sm_90"), *(("tree, 8B", target) for target in TARGETS)}
 ALL = [(name, target) for name in resources.CONFIGURATIONS for target in TARGETS]
@@ -88,6 +89,21 @@ def test_a_new_tree_or_prefix_compiles_nothing_new() -> None:
     sizes = [(n, max(1, n // 32), context) for n in LENGTHS for context in (16, 512, 528, 4096, 32768)]
     found = new_kernels(lambda s=s: tree(s[0], words=s[1], context=s[2], misplaced=s[0] % 2 == 1) for s in sizes)
     assert found == {"merge_splits_kernel": 1, "tree_attention_kernel": 2}
+
+
+def test_a_new_exact_tree_compiles_nothing_new() -> None:
+    """Chains run the kernel of trees, too."""
+    found = new_kernels(lambda n=n: exact_tree(n, words=n // 64, context=16 * n) for n in LENGTHS)
+    assert found == {"tree_attention_exact_kernel": 1}
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [lambda n: linear(n, 4096, 6144), lambda n: topk(n, 32), lambda n: choices(n, 33)],
+    ids=["linear", "topk", "choice"],
+)
+def test_a_new_number_of_rows_compiles_nothing_new(launch: Callable[[int], object]) -> None:
+    assert new_kernels(lambda n=n: launch(n) for n in LENGTHS) == new_kernels([lambda: launch(64)])
 
 
 def test_a_new_batch_compiles_one_kernel_a_power_of_two() -> None:

@@ -46,7 +46,7 @@ def part_kernel(logits, values, ids, stats, vocab, TOP_K: tl.constexpr, SIZE: tl
         tl.store(ids + place * TOP_K + i, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["logprobs", "chosen", "logsumexp"])  # slices of results
 def merge_kernel(
     values,
     ids,
