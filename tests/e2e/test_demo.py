@@ -101,3 +101,25 @@ def test_a_chat_client_gets_paris_streamed(server: str) -> None:
     assert usage is not None
     assert usage.completion_tokens_details is not None
     assert (usage.completion_tokens_details.accepted_prediction_tokens or 0) > 0
+
+
+def test_an_echoed_prompt_is_spelled_by_its_tokens(server: str) -> None:
+    prompt = "naïve – 你好 👩‍🚀 12345\n\tdef f(x): return x"
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        answer = client.completions.create(model=model, prompt=prompt, echo=True, max_tokens=0, logprobs=1)
+    own = answer.choices[0].logprobs
+    assert answer.choices[0].text == prompt
+    assert own is not None
+    assert own.tokens is not None
+    assert own.text_offset is not None
+    assert own.token_logprobs is not None
+    spelled = b"".join(
+        bytes.fromhex(name.removeprefix("bytes:").replace("\\x", "")) if name.startswith("bytes:\\x") else name.encode()
+        for name in own.tokens
+    )
+    assert spelled == prompt.encode()
+    assert any(name.startswith("bytes:") for name in own.tokens)  # some characters take several tokens
+    assert own.text_offset == sorted(own.text_offset)
+    assert own.token_logprobs[0] is None
+    assert all(value is not None and value < 0 for value in own.token_logprobs[1:])
