@@ -31,6 +31,7 @@ Gains = NDArray[np.float64]
 MOST_NODES = 256  # a request and step
 MARGIN = 1.02  # drafting has to promise this much more than plain decoding: times are noisy
 DOUBT = 0.15
+REST = 3  # steps of an unchanged load for which "drafting does not pay" is not asked again: asking costs time too
 CURIOSITY = 0.01  # part of the time that may go into trying what looks worse
 FREE_TRIALS = 12  # steps of sizes never tried, before that part has been earned
 TRIED = [edge for edge in EDGES if edge & (edge - 1) == 0]
@@ -143,6 +144,7 @@ class BudgetPolicy:
         self._started = self._draft_started = self._draft_seconds = 0.0
         self._drafted = self._profiled = 0
         self._probing = False
+        self._resting, self._load = 0, (0, 0)
         self._counts = dict.fromkeys(("steps", "drafted_steps", "probes", "explorations", "nodes", "accepted"), 0)
         self._last_nodes = 0
 
@@ -165,8 +167,16 @@ class BudgetPolicy:
         self._started = self.clock()
         self._draft_seconds, self._drafted = 0.0, 0
         self._probing = False
-        able = [r for r in running if r.auto and r.is_decoding and r.remaining > 1]
-        drafting = bool(able) and self._pays([r for r in running if r.is_decoding], able)
+        decoding = [r for r in running if r.is_decoding]
+        able = [r for r in decoding if r.auto and r.remaining > 1]
+        load = len(decoding), len(able)
+        drafting = False
+        if self._resting and load == self._load:
+            self._resting -= 1
+        elif able:
+            drafting = self._pays(decoding, able)
+            self._resting = 0 if drafting else REST
+        self._load = load
         for request in running:
             if request.auto:
                 request.budget = self._history(request).limit if drafting else 0
