@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -68,7 +68,7 @@ class _Debug:
 
 
 @contextmanager
-def debug_checks(enabled: bool = True) -> Iterator[None]:
+def debug_checks(enabled: bool = True) -> Generator[None]:
     """While it is open, every op checks the values of its index arguments on a GPU too, as it always does on the CPU.
 
     Slots, block tables, lengths, positions and expert ids out of range then raise `ValueError` instead of reading or

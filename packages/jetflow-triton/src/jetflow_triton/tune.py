@@ -67,8 +67,8 @@ def tune_experts(
         weights, chosen = moe_route(normal(tokens, experts), top_k, True)
         reference = tile_for("moe_experts", rows, (experts, width, inner), dtype, torch.device("cpu"))
 
-        def run(tile: Tile, args: tuple[Tensor, ...] = (x, gate_up, down, weights, chosen)) -> Tensor:
-            return moe.moe_experts(*args, tile=tile)
+        def run(tile: Tile, x: Tensor = x, weights: Tensor = weights, chosen: Tensor = chosen) -> Tensor:
+            return moe.moe_experts(x, gate_up, down, weights, chosen, tile=tile)
 
         tiles[rows] = fastest(run, reference, CANDIDATES, measure)
         sys.stderr.write(f"{tokens} tokens, {rows} rows an expert: {tiles[rows]}\n")
@@ -82,7 +82,7 @@ def _microseconds(call: Callable[[], object]) -> float:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jetflow_triton.tune", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m jetflow_triton.tune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--experts", type=int, default=128, help="experts of a layer (Qwen3-30B-A3B: 128)")
     parser.add_argument("--width", type=int, default=2048, help="model width (2048)")
     parser.add_argument("--inner", type=int, default=768, help="inner width of an expert (768)")
