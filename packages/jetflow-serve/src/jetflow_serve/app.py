@@ -126,9 +126,7 @@ def _add_generation_routes(
         """Continue one or more prompts, whole or as server-sent events."""
         return await _generate(body, request, translator.completion, text)
 
-    async def _generate(
-        body: R, request: Request, to_plan: Callable[[R], Plan], form: ChatForm | TextForm
-    ) -> Response:
+    async def _generate(body: R, request: Request, to_plan: Callable[[R], Plan], form: ChatForm | TextForm) -> Response:
         _check_model(body.model, settings)
         plan = await run_in_threadpool(to_plan, body)
         answer = Answer(form, plan, translator.tokenizer, settings.model_name, body.stream_options)
