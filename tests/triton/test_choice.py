@@ -145,6 +145,7 @@ WALK = dict.fromkeys(("tokens", "parents", "choices"), ROWS.long())
         ({"min_p": torch.zeros(3, 1)}, ValueError, "min_p has shape"),
         ({"seeds": ROWS.int()}, TypeError, "seeds is torch.int32"),
         ({"positions": ROWS.long()[:2]}, ValueError, "positions has shape"),
+        ({"seeds": torch.zeros(3, dtype=torch.int64, device="meta")}, ValueError, "seeds is on meta"),
     ],
 )
 def test_wrong_argument_of_sample(changed: dict[str, Tensor], error: type[Exception], message: str) -> None:
@@ -162,6 +163,10 @@ def test_wrong_argument_of_sample(changed: dict[str, Tensor], error: type[Except
         ({"query_start": ROWS.long()}, TypeError, "query_start is torch.int64"),
         ({"query_start": ROWS.int()[:0]}, ValueError, "query_start is empty"),
         ({"max_depth": -1}, ValueError, "max_depth is -1"),
+        ({"choices": torch.zeros(3, dtype=torch.int64, device="meta")}, ValueError, "choices is on meta"),
+        ({"query_start": torch.tensor([0, 2], dtype=torch.int32)}, ValueError, r"query_start is \[0, 2\]"),
+        ({"query_start": torch.tensor([0, 4, 3], dtype=torch.int32)}, ValueError, r"query_start is \[0, 4, 3\]"),
+        ({"parents": torch.tensor([-1, 0, 3])}, ValueError, "parents holds values from -1 to 3"),
     ],
 )
 def test_wrong_argument_of_the_walk(changed: dict, error: type[Exception], message: str) -> None:

@@ -232,6 +232,8 @@ SPARSE = {"teacher_ids": torch.zeros(3, 2).long(), "teacher_logprobs": torch.zer
         ({"teacher_lm_head": torch.zeros(9, 6).half()}, TypeError, "teacher_lm_head is torch.float16"),
         ({"teacher_lm_head": None}, ValueError, "one teacher is needed"),
         (SPARSE, ValueError, "one teacher is needed"),
+        ({"teacher_hidden": torch.zeros(3, 6, device="meta")}, ValueError, "teacher_hidden is on meta"),
+        ({"weights": torch.ones(3, device="meta")}, ValueError, "weights is on meta"),
         ({"kind": "l2"}, ValueError, "kind is 'l2'"),
         ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
         ({"teacher_temperature": float("nan")}, ValueError, "teacher_temperature is nan"),
@@ -249,6 +251,8 @@ def test_wrong_argument(changed: dict, error: type[Exception], message: str) -> 
     [
         ({"teacher_ids": torch.zeros(3, 2).int()}, TypeError, "teacher_ids is torch.int32"),
         ({"teacher_ids": torch.zeros(2, 2).long()}, ValueError, "teacher_ids has 2 rows"),
+        ({"teacher_ids": torch.tensor([[0, 9]] * 3)}, ValueError, "teacher_ids holds values from 0 to 9"),
+        ({"teacher_logprobs": torch.zeros(3, 2, device="meta")}, ValueError, "teacher_logprobs is on meta"),
         ({"teacher_logprobs": torch.zeros(3, 1)}, ValueError, "teacher_logprobs has shape"),
         ({"teacher_logprobs": torch.zeros(3, 2).long()}, TypeError, "teacher_logprobs is torch.int64"),
     ],

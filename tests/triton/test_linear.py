@@ -86,6 +86,7 @@ def test_blocks_make_packed_weights_row_invariant(dtype: torch.dtype, width: int
         ({"weight": torch.zeros(4, 7)}, ValueError, "weight has shape"),
         ({"weight": torch.zeros(8, 4).T}, ValueError, "weight must be contiguous"),
         ({"weight": torch.zeros(4, 8).half()}, TypeError, "weight is torch.float16"),
+        ({"weight": torch.zeros(4, 8, device="meta")}, ValueError, "weight is on meta"),
         ({"bias": torch.zeros(3)}, ValueError, "bias has shape"),
         ({"bias": torch.zeros(4).half()}, TypeError, "bias is torch.float16"),
     ],

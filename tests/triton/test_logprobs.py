@@ -86,6 +86,7 @@ def test_a_row_of_nan_stays_alone() -> None:
         ({"lm_head": torch.zeros(9, 7)}, ValueError, "lm_head has shape"),
         ({"lm_head": torch.zeros(9, 8).half()}, TypeError, "lm_head is torch.float16"),
         ({"lm_head": torch.zeros(8, 9).T}, ValueError, "lm_head must be contiguous"),
+        ({"lm_head": torch.zeros(9, 8, device="meta")}, ValueError, "lm_head is on meta"),
         ({"vocab_size": 10}, ValueError, "vocab_size is 10"),
         ({"vocab_size": 0}, ValueError, "vocab_size is 0"),
         ({"k": 0}, ValueError, "k is 0"),

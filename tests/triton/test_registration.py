@@ -71,6 +71,7 @@ ARGUMENTS: dict[str, Callable[[], tuple]] = {
     "moe_route": lambda: (normal(3, 8), 2, True),
     "moe_experts": routed,
     "tree_attention": lambda: reference.random_call([[-1, 0, 0], [-1]], [20, 3], window=9).args(),
+    "tree_attention_exact": lambda: reference.random_call([[-1, 0, 0], [-1]], [20, 3]).args()[:8],
 }
 
 
@@ -99,6 +100,18 @@ def test_registered_gradients_equal_the_twins(name: str) -> None:
     registered = gradients(getattr(torch.ops.jetflow, name).default)
     for result, expected in zip(registered, gradients(getattr(ops, name)), strict=True):
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "silu_mul", "qk_norm_rope"])
+@pytest.mark.parametrize("registered", [True, False])
+def test_gradcheck(name: str, registered: bool) -> None:
+    """Both the registered op's formula and the twin's own autograd, in float64."""
+    args = [
+        arg.detach().double().requires_grad_() if isinstance(arg, Tensor) and arg.requires_grad else arg
+        for arg in ARGUMENTS[name]()
+    ]
+    op = getattr(torch.ops.jetflow, name).default if registered else getattr(ops, name)
+    assert torch.autograd.gradcheck(op, args)
 
 
 def test_compile_traces_through() -> None:

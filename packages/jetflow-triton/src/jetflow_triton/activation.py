@@ -30,7 +30,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def silu_mul_twin(gate_up: Tensor) -> Tensor:
     """Plain-torch `silu_mul`; float32 inside, one rounding at the end."""
     gate, up = gate_up.chunk(2, -1)
-    if gate_up.dtype is torch.float32:
+    if gate_up.dtype in (torch.float32, torch.float64):
         return functional.silu(gate) * up
     return (functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
@@ -44,9 +44,10 @@ def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    """Torch's own operations on every device, as in `rms_norm_backward`."""
     (gate_up,) = ctx.saved_tensors
-    gate, up = gate_up.float().chunk(2, -1)
-    wide, opened = grad.float(), torch.sigmoid(gate)
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    wide, opened = grad.to(gate.dtype), torch.sigmoid(gate)
     gate_grad = wide * up * opened * (1 + gate * (1 - opened))
     return torch.cat((gate_grad, wide * gate * opened), -1).to(gate_up.dtype)
 

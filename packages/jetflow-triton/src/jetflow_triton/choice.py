@@ -10,7 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetflow_triton.checks import INT32, INT64, INTEGER, check_indices, check_rows
+from jetflow_triton.checks import (
+    INT32,
+    INT64,
+    INTEGER,
+    check_devices,
+    check_indices,
+    check_rows,
+    check_values,
+    debugging,
+)
 from jetflow_triton.dispatch import register, uses_op
 
 
@@ -44,7 +53,7 @@ def sample(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or stride does not fit.
+        ValueError: a shape, stride or device does not fit.
 
     Example:
         >>> logits, ones = torch.randn(3, 1000), torch.ones(3)
@@ -80,7 +89,7 @@ def accept_walk(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or `max_depth` does not fit.
+        ValueError: a shape, device or `max_depth` does not fit, or (checked on the CPU) `query_start` does not rise so.
 
     Example:
         >>> tokens, parents = torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 0, 0, 2])  # 5 -> 6, 5 -> 7 -> 8
@@ -90,6 +99,8 @@ def accept_walk(
         ([[0, 2, 3, -1]], [3], [9])
     """
     _check_walk(tokens, parents, query_start, choices, max_depth)
+    if debugging():
+        _check_trees(parents, query_start)
     run = _accept_walk if uses_op(tokens) else accept_walk_twin
     return run(tokens, parents, query_start, choices, max_depth)
 
@@ -98,6 +109,7 @@ def accept_walk_twin(
     tokens: Tensor, parents: Tensor, query_start: Tensor, choices: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch `accept_walk`: a level of all trees at a time."""
+    _check_trees(parents, query_start)
     start = query_start[:-1].long()
     sizes = query_start.diff()
     tree = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -242,6 +254,7 @@ def _check_sample(logits: Tensor, *columns: Tensor) -> None:
             raise TypeError(f"{name} is {column.dtype}: a floating-point tensor is needed")
         if column.shape != logits.shape[:1]:
             raise ValueError(f"{name} has shape {tuple(column.shape)}: [{logits.shape[0]}] is needed to match logits")
+        check_devices(logits=logits, **{name: column})
 
 
 def _check_walk(tokens: Tensor, parents: Tensor, query_start: Tensor, choices: Tensor, max_depth: int) -> None:
@@ -254,8 +267,16 @@ def _check_walk(tokens: Tensor, parents: Tensor, query_start: Tensor, choices: T
             raise ValueError(f"{name} has {flat.shape[0]} entries for {tokens.shape[0]} tokens")
     if not query_start.shape[0]:
         raise ValueError("query_start is empty: [B + 1] entries are needed, a 0 for no trees")
+    check_devices(tokens=tokens, parents=parents, query_start=query_start, choices=choices)
     if max_depth < 0:
         raise ValueError(f"max_depth is {max_depth}: 0 or more levels can be walked")
+
+
+def _check_trees(parents: Tensor, query_start: Tensor) -> None:
+    starts, rows = query_start.tolist(), parents.shape[0]
+    if starts[0] != 0 or starts[-1] != rows or sorted(starts) != starts:
+        raise ValueError(f"query_start is {starts}: it must rise from 0 to the {rows} tokens")
+    check_values("parents", parents, -1, rows - 1)
 
 
 def _sample_shape(logits: Tensor, *_: Tensor) -> Tensor:

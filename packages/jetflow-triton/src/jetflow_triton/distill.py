@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from jetflow_triton.checks import INT64, check_indices, check_rows
+from jetflow_triton.checks import INT64, check_devices, check_indices, check_rows, check_values, debugging
 from jetflow_triton.dispatch import register, register_gradient
 
 Kind = Literal["forward_kl", "reverse_kl", "cross_entropy", "total_variation"]
@@ -69,8 +69,8 @@ def distill_loss(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape, a temperature, `kind` or the choice of teacher does not fit; something but `hidden` wants a
-            gradient.
+        ValueError: a shape, a device, a temperature, `kind` or the choice of teacher does not fit; something but
+            `hidden` wants a gradient; or (checked on the CPU) an id is out of range.
 
     Example:
         >>> hidden, lm_head = torch.randn(6, 64, requires_grad=True), torch.randn(1000, 64)
@@ -83,6 +83,8 @@ def distill_loss(
     """
     _check_student(hidden, lm_head, kind, temperature, teacher_temperature, weights)
     _check_teacher(hidden, lm_head, teacher_hidden, teacher_lm_head, teacher_ids, teacher_logprobs)
+    if debugging() and teacher_ids is not None:
+        _check_ids(teacher_ids, lm_head)
     if torch.is_grad_enabled():
         _check_frozen(lm_head, teacher_hidden, teacher_lm_head, teacher_logprobs, weights)
     loss, _ = _distill_loss(
@@ -117,26 +119,43 @@ Sparse = Callable[[Tensor, Tensor, Tensor, Divergence], Tensor]
 """(logits `[R, V]`, ids, probabilities, both `[R, M]`) -> the same."""
 
 
-def distill_in_chunks(dense: Dense, sparse: Sparse, rows_at_once: int, *args: Any) -> tuple[Tensor, Tensor]:
+def distill_in_chunks(
+    dense: Dense,
+    sparse: Sparse,
+    rows_at_once: int,
+    hidden: Tensor,
+    lm_head: Tensor,
+    teacher_hidden: Tensor | None,
+    teacher_lm_head: Tensor | None,
+    teacher_ids: Tensor | None,
+    teacher_logprobs: Tensor | None,
+    weights: Tensor | None,
+    kind: str,
+    temperature: float,
+    teacher_temperature: float,
+    slopes: bool,
+) -> tuple[Tensor, Tensor]:
     """The op on one device: `(loss, its gradient in hidden)`, the latter empty if not wanted, both float32 or wider."""
-    hidden, lm_head, teacher_hidden, teacher_lm_head, ids, logprobs, weights, kind, *temperatures, slopes = args
-    how = Divergence(kind, *temperatures, slopes)
+    how = Divergence(kind, temperature, teacher_temperature, slopes)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     loss = hidden.new_zeros((), dtype=wide)
     gradient = hidden.new_empty(hidden.shape if slopes else (0,), dtype=wide)
-    if ids is not None:
-        ids, probs = sparse_teacher(ids, logprobs.to(wide), how)
+    named = None
+    if teacher_ids is not None and teacher_logprobs is not None:
+        named = sparse_teacher(teacher_ids, teacher_logprobs.to(wide), how)
     for start in range(0, len(hidden), rows_at_once):
         part = slice(start, start + rows_at_once)
         logits = functional.linear(hidden[part], lm_head)
-        if ids is None:
-            values = dense(logits, functional.linear(teacher_hidden[part], teacher_lm_head), how)
+        if named is not None:
+            values = sparse(logits, named[0][part], named[1][part], how)
         else:
-            values = sparse(logits, ids[part], probs[part], how)
+            assert teacher_hidden is not None, "the caller has seen to one teacher"
+            assert teacher_lm_head is not None, "the caller has seen to one teacher"
+            values = dense(logits, functional.linear(teacher_hidden[part], teacher_lm_head), how)
         weight = values.new_ones(len(values)) if weights is None else weights[part].to(wide)
         loss += torch.dot(values, weight)
         if slopes:
-            gradient[part] = (logits @ lm_head).to(wide) * (weight / how.temperature)[:, None]
+            gradient[part] = (logits @ lm_head).to(wide) * (weight / temperature)[:, None]
     return loss, gradient
 
 
@@ -176,6 +195,9 @@ def sparse_divergence(log_q: Tensor, probs: Tensor, ids: Tensor, kind: str) -> t
 
 def distill_loss_twin(*args: Any) -> tuple[Tensor, Tensor]:
     """Plain-torch op behind `distill_loss`."""
+    _, lm_head, _, _, ids, *_ = args
+    if ids is not None:
+        _check_ids(ids, lm_head)
     return distill_in_chunks(_dense, _sparse, ROWS_AT_ONCE, *args)
 
 
@@ -237,6 +259,7 @@ def _check_student(
     for name, value in (("temperature", temperature), ("teacher_temperature", teacher_temperature)):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} is {value}: a positive number is needed")
+    check_devices(hidden=hidden, lm_head=lm_head, weights=weights)
     if weights is not None:
         if not weights.is_floating_point():
             raise TypeError(f"weights is {weights.dtype}: a floating-point tensor is needed")
@@ -262,6 +285,7 @@ def _check_teacher(
             raise ValueError(f"teacher_lm_head has shape {tuple(teacher_lm_head.shape)}: {list(wanted)} is needed")
         if teacher_lm_head.dtype != teacher_hidden.dtype:
             raise TypeError(f"teacher_lm_head is {teacher_lm_head.dtype}, teacher_hidden is {teacher_hidden.dtype}")
+        check_devices(hidden=hidden, teacher_hidden=teacher_hidden, teacher_lm_head=teacher_lm_head)
     elif ids is not None and logprobs is not None and teacher_hidden is None and teacher_lm_head is None:
         check_indices("teacher_ids", ids, 2, INT64)
         check_rows("teacher_logprobs", logprobs, 2)
@@ -269,10 +293,16 @@ def _check_teacher(
             raise ValueError(f"teacher_ids has {ids.shape[0]} rows, hidden has {hidden.shape[0]}")
         if logprobs.shape != ids.shape:
             raise ValueError(f"teacher_logprobs has shape {tuple(logprobs.shape)}, teacher_ids has {tuple(ids.shape)}")
+        check_devices(hidden=hidden, teacher_ids=ids, teacher_logprobs=logprobs)
     else:
         raise ValueError(
             "one teacher is needed: teacher_hidden and teacher_lm_head, or teacher_ids and teacher_logprobs"
         )
+
+
+def _check_ids(ids: Tensor, lm_head: Tensor) -> None:
+    if ids.numel():
+        check_values("teacher_ids", torch.stack(ids.aminmax()), -1, lm_head.shape[0] - 1)
 
 
 def _check_frozen(*tensors: Tensor | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from jetflow_triton.checks import check_rows, check_weight
+from jetflow_triton.checks import check_devices, check_rows, check_weight
 from jetflow_triton.dispatch import register, uses_op
 
 ROWS = 8
@@ -36,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape or stride does not fit.
+        ValueError: a shape, stride or device does not fit.
 
     Example:
         >>> x, weight = torch.randn(5, 64), torch.randn(96, 64)
@@ -77,6 +77,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError("weight must be contiguous: call .contiguous() on it once")
     if weight.dtype != x.dtype:
         raise TypeError(f"weight is {weight.dtype}, x is {x.dtype}: cast one of them")
+    check_devices(x=x, weight=weight, bias=bias)
     if bias is not None:
         check_weight("bias", bias, weight.shape[0])
         if bias.dtype != x.dtype:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from jetflow_triton.checks import check_rows
+from jetflow_triton.checks import check_devices, check_rows
 from jetflow_triton.dispatch import register, uses_op
 
 ROWS_AT_ONCE = 64  # rows whose float32 logits exist at the same time on the CPU
@@ -33,7 +33,7 @@ def topk_logprobs(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape, `k` or `vocab_size` does not fit.
+        ValueError: a shape, device, `k` or `vocab_size` does not fit.
 
     Example:
         >>> logprobs, ids, logsumexp = topk_logprobs(torch.randn(5, 64), torch.randn(1000, 64), k=3)
@@ -84,6 +84,7 @@ def _check(hidden: Tensor, lm_head: Tensor, k: int, vocab_size: int | None) -> N
         raise TypeError(f"lm_head is {lm_head.dtype}, hidden is {hidden.dtype}: cast one of them")
     if not lm_head.is_contiguous():
         raise ValueError("lm_head must be contiguous: call .contiguous() on it once")
+    check_devices(hidden=hidden, lm_head=lm_head)
     rows = lm_head.shape[0]
     if vocab_size is not None and not 1 <= vocab_size <= rows:
         raise ValueError(f"vocab_size is {vocab_size}: lm_head has rows for 1 … {rows}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetflow_triton.checks import check_rows, check_weight
+from jetflow_triton.checks import check_devices, check_rows, check_weight
 from jetflow_triton.dispatch import register, register_gradient, uses_op
 
 
@@ -20,10 +20,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Raises:
         TypeError: `x` or `weight` is not floating point.
-        ValueError: `weight` is not `[C]` for `x` of shape `[..., C]`.
+        ValueError: `weight` is not `[C]` for `x` of shape `[..., C]`, or is on another device.
     """
     check_rows("x", x)
     check_weight("weight", weight, x.shape[-1])
+    check_devices(x=x, weight=weight)
     return _rms_norm(x, weight, eps) if uses_op(x) else rms_norm_twin(x, weight, eps)
 
 
@@ -32,7 +33,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     Raises:
         TypeError: an input is not floating point, or `x` and `residual` differ in dtype.
-        ValueError: `residual` has not the shape of `x`, or `weight` is not `[C]`.
+        ValueError: `residual` has not the shape of `x`, `weight` is not `[C]`, or one is on another device.
     """
     check_rows("x", x)
     check_weight("weight", weight, x.shape[-1])
@@ -40,6 +41,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         raise ValueError(f"residual has shape {tuple(residual.shape)}, x has {tuple(x.shape)}: they must be equal")
     if residual.dtype != x.dtype:
         raise TypeError(f"residual is {residual.dtype}, x is {x.dtype}: cast one of them")
+    check_devices(x=x, residual=residual, weight=weight)
     if uses_op(x):
         return _add_rms_norm(x, residual, weight, eps)
     return add_rms_norm_twin(x, residual, weight, eps)
@@ -47,8 +49,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def rms_norm_twin(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Plain-torch `rms_norm`; without a weight it only normalises."""
-    wide = x if x.dtype is torch.float32 else x.float()
-    inverse_width, offset = _constants(x.shape[-1], eps, x.device)
+    wide = _widened(x)
+    inverse_width, offset = _constants(x.shape[-1], eps, wide.dtype, x.device)
     # Constants as tensors: adding a Python scalar costs as much as this whole line in eager mode.
     scale = torch.addcmul(offset, (wide * wide).sum(-1, keepdim=True), inverse_width).rsqrt()
     normed = wide * scale
@@ -63,23 +65,32 @@ def add_rms_norm_twin(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     return rms_norm_twin(total, weight, eps), total
 
 
+def _widened(x: Tensor) -> Tensor:
+    """`x` in the dtype of the sums: float32, or float64 for float64."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
 @lru_cache(maxsize=64)
-def _constants(width: int, eps: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`1 / width` and `eps` as float32 tensors."""
+def _constants(width: int, eps: float, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`1 / width` and `eps` as tensors."""
     with torch.inference_mode(False):  # usable under autograd, whoever asks first
-        return torch.tensor(1.0 / width, device=device), torch.tensor(eps, device=device)
+        return torch.tensor(1.0 / width, dtype=dtype, device=device), torch.tensor(eps, dtype=dtype, device=device)
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `rms_norm` in x and weight, for any leading dimensions."""
-    wide = x.float()
+    """Gradients of `rms_norm` in x and weight, for any leading dimensions.
+
+    Torch's own operations on every device: training a head spends its time in products over the vocabulary, and what a
+    kernel would save here, some passes over `[T, C]`, is not seen beside them.
+    """
+    wide = _widened(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * scale
-    wide_grad = grad.float()
+    wide_grad = grad.to(wide.dtype)
     weight_grad = None
     if weight is not None:
         weight_grad = (wide_grad * normed.to(x.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
-        wide_grad = wide_grad * weight.float()
+        wide_grad = wide_grad * weight.to(wide.dtype)
     x_grad = scale * (wide_grad - normed * (wide_grad * normed).mean(-1, keepdim=True))
     return x_grad.to(x.dtype), weight_grad
 

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetflow_triton.checks import INTEGER, check_indices, check_rows, check_weight
+from jetflow_triton.checks import (
+    INTEGER,
+    check_devices,
+    check_indices,
+    check_rows,
+    check_values,
+    check_weight,
+    debugging,
+)
 from jetflow_triton.dispatch import register, register_gradient, uses_op
 from jetflow_triton.norm import rms_norm_backward, rms_norm_twin
 
@@ -38,9 +46,11 @@ def qk_norm_rope(
 
     Raises:
         TypeError: a dtype does not fit.
-        ValueError: a shape does not fit.
+        ValueError: a shape or device does not fit, or (checked on the CPU) a position is out of range.
     """
     _check(q, k, positions, cos_sin, q_weight, k_weight)
+    if debugging():
+        check_values("positions", positions, 0, cos_sin.shape[0] - 1)
     if uses_op(q):
         return _qk_norm_rope(q, k, positions, cos_sin, q_weight, k_weight, eps)
     return qk_norm_rope_twin(q, k, positions, cos_sin, q_weight, k_weight, eps)
@@ -98,7 +108,12 @@ def _angles(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lookup(cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
+    try:
+        rows = cos_sin.index_select(0, positions)
+    except IndexError as error:  # of the CPU
+        check_values("positions", positions, 0, cos_sin.shape[0] - 1)
+        raise AssertionError from error
+    cos, sin = rows.unsqueeze(1).chunk(2, -1)
     return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -128,6 +143,7 @@ def _check(
         raise ValueError(f"cos_sin has shape {tuple(cos_sin.shape)}: [length, {width}] is needed")
     if q.stride(2) != 1 or k.stride(2) != 1:
         raise ValueError("q and k need a contiguous last dimension: call .contiguous() on them")
+    check_devices(q=q, k=k, positions=positions, cos_sin=cos_sin, q_weight=q_weight, k_weight=k_weight)
     if q_weight is not None:
         check_weight("q_weight", q_weight, width)
     if k_weight is not None:

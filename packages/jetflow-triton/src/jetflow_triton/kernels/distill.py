@@ -93,6 +93,7 @@ def dense_kernel(
                 mean += tl.sum(tl.where(q > p, q, tl.where(q < p, -q, 0.0)), 0) * 0.5
     tl.store(values + place, value)
     if SLOPES:
+        tl.debug_barrier()  # every thread has read the logit of the label
         for base in range(0, vocab, SIZE):
             column = base + tl.arange(0, SIZE)
             inside = column < vocab
