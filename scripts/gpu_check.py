@@ -139,7 +139,8 @@ class Report:
                 self._path.write_text(json.dumps({"about": self._about, "records": self.records}, indent=1))
 
     def close(self) -> int:
-        """The last lines, and the number of failures."""
+        """The table of times in Markdown, the last lines, and the number of failures."""
+        print("\n".join(self._table()))
         failed = [record for record in self.records if "failure" in record]
         counts = ", ".join(f"{part} {sum(r['part'] == part for r in self.records)}" for part in PARTS)
         print(f"\nrecords: {counts}; failed: {len(failed)}")
@@ -147,6 +148,16 @@ class Report:
             print(f"  {record['part']} {record['name']}: {record['case']}: {record['failure']}")
         sys.stdout.flush()
         return len(failed)
+
+    def _table(self) -> Iterator[str]:
+        rows = [record for record in self.records if "us" in record]
+        if rows:
+            yield "\n| op | one call of | µs | floor µs | times the floor | design µs |\n|---|---|--:|--:|--:|--:|"
+        for row in rows:
+            cells = (
+                f"{row['us']:.1f} | {row['floor_us']:.1f} | {row['us'] / row['floor_us']:.2f} | {row['design_us']:.1f}"
+            )
+            yield f"| {row['name']} | {row['case']} | {cells} |"
 
 
 def run_names(part: str, names: list[str], options: argparse.Namespace, report: Report, deadline: float) -> None:
