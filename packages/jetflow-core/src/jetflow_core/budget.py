@@ -90,10 +90,9 @@ class History:
         """How much easier than the average this request is to draft for."""
         return min(max((self.accepted + self.STRENGTH) / (self.expected + self.STRENGTH), 0.25), 2.0)
 
-    @property
-    def limit(self) -> int:
-        """Nodes worth ranking for the next step: room to double, without ranking what will not be taken."""
-        return min(MOST_NODES, 2 * int(self.nodes) + 16)
+    def limit(self, able: int) -> int:
+        """Nodes worth ranking for the next step, of `able` requests that draft: room to double, little that is not taken."""
+        return min(MOST_NODES, 2 * int(self.nodes) + max(4, min(16, MOST_NODES // able)))
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class BudgetPolicy:
         self._load = load
         for request in running:
             if request.auto:
-                request.budget = self._history(request).limit if drafting else 0
+                request.budget = self._history(request).limit(len(able)) if drafting else 0
 
     def _pays(self, decoding: Sequence[Request], able: Sequence[Request]) -> bool:
         """Whether the requests `able` to draft, of those `decoding`, should; now and then yes although it does not pay."""
@@ -203,7 +202,7 @@ class BudgetPolicy:
         """The frontier that a draft would give if every tree were an average one of its request."""
         histories = [self._history(request) for request in able]
         profile = np.ones(1) if self._profile is None else self._profile
-        gains = [np.minimum(history.factor * profile[: history.limit], 1.0) for history in histories]
+        gains = [np.minimum(history.factor * profile[: history.limit(len(able))], 1.0) for history in histories]
         curve = self.steps.at(rows + np.arange(sum(map(len, gains)) + 1))
         seconds = curve - curve[0] + plain + float(self.drafts.at(len(able)))
         return frontier(gains, self._tolls(able), seconds, rows, self._rate)
@@ -226,15 +225,24 @@ class BudgetPolicy:
             base = sum(share.known for share in shares) + sum(len(tree) - 1 for tree in trees.values())
             base -= sum(len(tree) - 1 for tree in own)
             decoding = [share.request for share in shares if share.request.is_decoding]
-            counts = self._choose(drafted, own, base, decoding)
+            timed = sum(share.known for share in shares) == len(decoding)
+            counts = self._choose(drafted, own, base, decoding, timed)
             kept |= {r.id: tree.cut(n) for r, tree, n in zip(drafted, own, counts, strict=True)}
         self._draft_seconds, self._drafted = self.clock() - self._draft_started, len(trees)
         return {request_id: tree for request_id, tree in kept.items() if len(tree) > 1}
 
     def _choose(
-        self, drafted: Sequence[Request], trees: Sequence[DraftTree], base: int, decoding: Sequence[Request]
+        self,
+        drafted: Sequence[Request],
+        trees: Sequence[DraftTree],
+        base: int,
+        decoding: Sequence[Request],
+        timed: bool,
     ) -> list[int]:
-        """Nodes of each tree to verify beside `base` other rows, those of `decoding` requests among them."""
+        """Nodes of each tree to verify beside `base` other rows, those of `decoding` requests among them.
+
+        `timed`: the step will be timed, so an unknown size can be tried.
+        """
         gains = self._gains(drafted, trees)
         # Prefill work has to be done whenever it is done, so a step is charged for decoding alone, and for what nodes add.
         curve = self.steps.at(base + np.arange(sum(map(len, gains)) + 1))
@@ -245,7 +253,8 @@ class BudgetPolicy:
         self._rate = float(expected[best] / seconds[best])
         if self._probing:
             best = min(max(best, len(drafted)), len(owner))
-        best = self._size_to_try(base, best, expected, seconds)
+        if timed:
+            best = self._size_to_try(base, best, expected, seconds)
         counts = np.bincount(owner[:best], minlength=len(drafted)).tolist()
         self._remember(drafted, gains, counts)
         return counts
