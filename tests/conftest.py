@@ -4,6 +4,12 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-minutes", type=float, default=1.0, help="how long the soak test keeps a server busy (%(default)s)"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -11,7 +11,8 @@ from pathlib import Path
 from jetflow_serve.load_client import Answer
 
 NOTE = (
-    "Budget 0 is a server without a draft head: no taps, no head context, no draft. Times are what clients see; a chunk of k "
+    "Budget 0 is a server without a draft head: no taps, no head context, no draft. Auto keeps what it has learned from run to "
+    "run. Every run starts with an empty cache. Times are what clients see; a chunk of k "
     "tokens counts as k tokens of a k-th of its time. Nodes: drafted per sequence and target pass."
 )
 
