@@ -12,7 +12,15 @@ from jetflow_core.engine import EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_serve.demo import DEMO_NAME, demo_head
 
-ENGINE_OPTIONS = ("page_size", "num_pages", "max_batch_tokens", "max_running", "max_model_len", "cache_gib")
+ENGINE_OPTIONS = (
+    "page_size",
+    "num_pages",
+    "max_batch_tokens",
+    "max_running",
+    "max_model_len",
+    "cache_gib",
+    "prefix_cache",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,9 @@ def load(choice: ModelChoice, options: Namespace) -> LLM:
     """Load `choice` with the command line's dtype, device and limits. Raises ValueError."""
     given = {name: getattr(options, name) for name in ENGINE_OPTIONS if getattr(options, name) is not None}
     config = EngineConfig(budget=choice.budget, **given)
-    return LLM.load(choice.model, head=choice.head, dtype=options.dtype, device=options.device, config=config)
+    return LLM.load(
+        choice.model, head=choice.head, dtype=options.dtype, device=options.device, exact=options.exact, config=config
+    )
 
 
 def _short_name(model: str) -> str:

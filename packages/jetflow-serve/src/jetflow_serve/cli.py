@@ -217,8 +217,8 @@ def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Answer every prompt at budget 0 alone, then at each budget and batch size, and count the answers that are the same "
-        "token for token. In float32 any difference is status 1; in half precision a greedy one is when the target's own logits "
-        "say that it was no near-tie, and sampled ones are only counted."
+        "token for token. In float32 and with --exact any difference is status 1; in half precision a greedy one is when the "
+        "target's own logits say that it was no near-tie, and sampled ones are only counted."
     )
     _add_data(parser)
     parser.add_argument("--budgets", default="16", help="draft nodes a pass (%(default)s)")
@@ -245,6 +245,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="auto: the checkpoint's, but float32 on a CPU that has to emulate it; GGUF weights are read as bfloat16 first",
     )
     model.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(%(default)s)")
+    model.add_argument(
+        "--exact",
+        action="store_true",
+        help="no bit of a result depends on batch or drafts: speculation is lossless in half precision too, at a price in speed",
+    )
     limits = parser.add_argument_group("limits (in tokens unless they say otherwise)")
     limits.add_argument(
         "--max-model-len", type=_at_least(1), help="prompt and answer together (what model and cache allow)"
@@ -254,6 +259,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--num-pages", type=_at_least(1), help="pages of the KV cache (by the limits above and memory)")
     limits.add_argument("--cache-gib", type=float, help="memory for the KV cache in GiB (a share of what is free)")
     limits.add_argument("--page-size", type=_at_least(1), help="slots of a page")
+    limits.add_argument(
+        "--prefix-cache", action=argparse.BooleanOptionalAction, help="share the pages of equal prefixes (yes)"
+    )
 
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,7 @@ def describe(llm: LLM) -> dict[str, str | int | bool]:
         facts["gpu"] = torch.cuda.get_device_name(llm.engine.device)
     facts["device"] = str(llm.engine.device)
     facts["dtype"] = str(llm.engine.model.embed.dtype).removeprefix("torch.")
+    facts["exact"] = llm.engine.model.exact
     facts["python"] = platform.python_version()
     return facts | {name: importlib.metadata.version(name) for name in PACKAGES}
 

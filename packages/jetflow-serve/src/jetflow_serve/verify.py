@@ -43,12 +43,12 @@ class Verdict:
     prompts: int
     flips: list[Flip]
 
-    def holds(self, dtype: torch.dtype) -> bool:
-        """Whether every answer is the same, or differs from a near-tie on where `dtype` allows one.
+    def holds(self, dtype: torch.dtype, exact: bool) -> bool:
+        """Whether every answer is the same, or differs from a near-tie on where `dtype` allows one outside exact mode.
 
-        Sampling adds noise to the logits, so their gap says nothing there: only float32 is held to equality.
+        Sampling adds noise to the logits, so their gap says nothing there: only float32 and exact mode are held to equality.
         """
-        if dtype == torch.float32:
+        if exact or dtype == torch.float32:
             return not self.flips
         return self.temperature > 0 or all(abs(flip.gap) <= GAP_LIMIT[dtype] for flip in self.flips)
 
@@ -72,12 +72,12 @@ def verify(options: Namespace, write: Callable[[str], None], progress: Callable[
     write("".join(f"{name}: {value}\n" for name, value in {"model": choice.name, **describe(llm)}.items()) + "\n")
     write("| workload | temperature | budget | batch | identical to budget 0, batch 1 | largest gap at a flip |\n")
     write("|---|---|---|---|---|---|\n")
-    failed = False
+    failed, model = False, llm.engine.model
     for workload in workloads:
         for temperature in options.temperature:
             params = SamplingParams(temperature=temperature, seed=options.seed, max_tokens=options.max_tokens)
             for verdict in compare(llm, workload, params, budgets, batches, progress):
-                failed = failed or not verdict.holds(llm.engine.model.embed.dtype)
+                failed = failed or not verdict.holds(model.embed.dtype, model.exact)
                 write(verdict.row() + "\n")
     return int(failed)
 
