@@ -298,6 +298,7 @@ BREAKS: list[tuple[str, str]] = [
     ("model", "logits"),
     ("cache", "move"),
     ("drafter", "observe"),
+    ("budgets", "learn"),
 ]
 
 

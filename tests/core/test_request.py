@@ -258,3 +258,29 @@ def test_only_a_possible_beginning_is_held_back(stop: list[str], text: str) -> N
         held = text[len(shown) :]
         assert held == "" or any(s.startswith(held) and s != held for s in stop)
         assert keeper.flush() == held
+
+
+# --- what the prefix cache knows of it ---
+
+
+def test_a_page_is_known_by_all_tokens_up_to_its_end_and_the_salt() -> None:
+    request, longer, other = make(prompt=[1, 2, 3, 4, 5]), make(prompt=[1, 2, 3, 4, 9, 9]), make(prompt=[2, 1, 3, 4])
+    assert [request.page_key(i, 2) for i in (0, 1)] == [longer.page_key(i, 2) for i in (0, 1)]
+    assert request.page_key(1, 2) != other.page_key(1, 2)
+    with pytest.raises(AssertionError, match="page 2 of request"):
+        request.page_key(2, 2)
+    request.append([9])
+    assert request.page_key(2, 2) != longer.page_key(2, 2)
+
+
+def test_keys_do_not_depend_on_when_they_are_asked_for() -> None:
+    early, late = make(prompt=[1, 2]), make(prompt=[1, 2])
+    early.page_key(0, 2)
+    for request in (early, late):
+        request.append([3, 4])
+    assert early.page_key(1, 2) == late.page_key(1, 2)
+
+
+def test_prompt_logprobs_need_the_whole_prompt_computed() -> None:
+    assert make().reuses_prefix
+    assert not make(SamplingParams(prompt_logprobs=0)).reuses_prefix

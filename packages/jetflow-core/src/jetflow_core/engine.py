@@ -213,8 +213,8 @@ class Engine:
         verified = verify(self.model, self.vocab_size, shares, segments, hidden)
         self._commit(verified, taps)
         outputs = [output for item in verified if (output := self._advance(item)) is not None]
-        self._settle(verified, hidden)
         self.budgets.learn([_spent(item) for item in verified])
+        self._settle(verified, hidden)  # last: should anything fail before, no request has left without its output
         return outputs
 
     def _draft(self, shares: Sequence[Share]) -> list[Segment]:
