@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -95,7 +95,7 @@ class Parts:
     policy: BudgetPolicy
 
     @contextmanager
-    def serving(self, budget: Budget) -> Iterator[Target]:
+    def serving(self, budget: Budget) -> Generator[Target]:
         """A server with an empty cache on a free port."""
         head = self.head if budget else None
         engine = Engine(self.model, self.tokenizer, head, replace(self.config, budget=budget))
@@ -161,7 +161,7 @@ def _load(options: Namespace, loads: Sequence[Load]) -> tuple[Parts, dict[str, A
 
 
 @contextmanager
-def _as_it_is(target: Target) -> Iterator[Target]:
+def _as_it_is(target: Target) -> Generator[Target]:
     yield target
 
 

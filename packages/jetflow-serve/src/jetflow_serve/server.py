@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -171,7 +171,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _answering_not_ready(listener: socket.socket) -> Iterator[None]:
+def _answering_not_ready(listener: socket.socket) -> Generator[None]:
     """Meanwhile everyone who asks gets a 503 with `Retry-After`: the model is being loaded."""
     config = uvicorn.Config(_not_ready, log_level="critical", log_config=None, lifespan="off", server_header=False)
     server = uvicorn.Server(config)
@@ -190,7 +190,7 @@ async def _not_ready(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def _signals_interrupt() -> Generator[None]:
     """Meanwhile SIGTERM is what Ctrl-C is: KeyboardInterrupt."""
 
     def interrupt(*_: object) -> None:
