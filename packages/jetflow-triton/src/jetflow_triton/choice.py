@@ -45,7 +45,7 @@ def sample(
         top_k: `[T]` int32 or int64; 0 is off.
         top_p: `[T]` floating point in (0, 1]; 1 is off.
         min_p: `[T]` floating point in [0, 1]; 0 is off.
-        seeds: `[T]` int64.
+        seeds: `[T]` int64; an unsigned one is wrapped around by the caller.
         positions: `[T]` int32 or int64: the absolute position that the token will have.
 
     Returns:

@@ -70,14 +70,16 @@ def _mass_upto(row, vocab, best, temperature, limit, SIZE: tl.constexpr):
 
 @triton.jit
 def _top_k_limit(row, vocab, best, temperature, top_k, SIZE: tl.constexpr):
-    """The smallest distance within which `top_k` entries lie."""
+    """A distance within which `top_k` entries lie, and besides them only equals of the farthest."""
     low, high = 0, FINITE
     while low < high:
         middle = low + (high - low) // 2
-        if _count_upto(row, vocab, best, temperature, middle, SIZE) >= top_k:
-            high = middle
-        else:
+        count = _count_upto(row, vocab, best, temperature, middle, SIZE)
+        if count < top_k:
             low = middle + 1
+        else:
+            high = middle
+            low = tl.where(count == top_k, middle, low)  # found, as far as entries can tell
     return low
 
 
