@@ -33,6 +33,9 @@ MARGIN = 1.02  # drafting has to promise this much more than plain decoding: tim
 DOUBT = 0.15
 REST = 3  # steps of an unchanged load for which "drafting does not pay" is not asked again: asking costs time too
 CURIOSITY = 0.01  # part of the time that may go into trying what looks worse
+SAVED = (
+    3  # of that at most so many steps' worth is saved up, or a change of load would begin with a long stretch of trials
+)
 FREE_TRIALS = 12  # steps of sizes never tried, before that part has been earned
 TRIED = [edge for edge in EDGES if edge & (edge - 1) == 0]
 
@@ -304,8 +307,8 @@ class BudgetPolicy:
             reads = sum(part.rows * part.prefix for part in spent)
             self.steps.record(rows, reads, seconds - self._draft_seconds)
         self.drafts.record(self._drafted, 0, self._draft_seconds)
-        if 0 < seconds < float("inf"):
-            self._credit = min(self._credit + CURIOSITY * seconds, 5 * seconds)
+        if 0 < seconds < float("inf") and any(part.request.auto for part in spent):
+            self._credit = min(self._credit + CURIOSITY * seconds, SAVED * seconds)
         self._last_nodes = sum(len(tree) - 1 for _, tree in drafts)
         self._counts["steps"] += 1
         self._counts["drafted_steps"] += bool(drafts)
