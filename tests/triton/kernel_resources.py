@@ -22,8 +22,11 @@ CONFIGURATIONS: dict[str, Callable[[], object]] = {
 PRODUCTS = kernel_configurations.PRODUCTS | vocabulary_configurations.PRODUCTS
 """Kernels that must multiply on the tensor cores (but for float32, whose products are exact)."""
 
-SPILLS: set[tuple[str, str, str]] = set()
-"""Configuration, kernel and target that may use local memory: none of them runs in a step of the models above."""
+SPILLS = {"32 trees, 8B": 16, "chain, width 256": 128, "tree, 8B, fp32": 64}
+"""Bytes that a launch may spill on NVIDIA: where splits merge in registers a tile has two sums at once. Others spill nothing."""
+
+AMD_SPILLS = 256
+"""Its compiler has half the registers for a program of 8 wavefronts."""
 
 HEAD = f"""# What the compiled kernels need
 

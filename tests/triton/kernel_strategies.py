@@ -11,14 +11,16 @@ SEEDS = st.integers(0, 1 << 30)
 
 
 @st.composite
-def attention_calls(draw: st.DrawFn, dtype: torch.dtype = torch.float32, nodes: int = 36) -> reference.Ragged:
+def attention_calls(
+    draw: st.DrawFn, dtype: torch.dtype = torch.float32, nodes: int = 36, prefix: int = 140
+) -> reference.Ragged:
     """Ragged batches: empty, single-node and larger trees or chains, prefixes from 0, every kind of page."""
     counts = draw(st.lists(st.integers(0, nodes), min_size=1, max_size=3))
     generator = torch.Generator().manual_seed(draw(SEEDS))
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 3), (3, 1), (1, 8)]))
     return reference.random_call(
         [reference.random_parents(n, generator) if n else [] for n in counts],
-        [draw(st.integers(0, 140)) for _ in counts],
+        [draw(st.integers(0, prefix)) for _ in counts],
         heads=kv_heads * group,
         kv_heads=kv_heads,
         width=draw(st.sampled_from([8, 16, 80])),

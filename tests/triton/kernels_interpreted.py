@@ -82,6 +82,17 @@ def test_cache(dtype: torch.dtype) -> None:
     assert torch.equal(*moved)
 
 
+@settings(deadline=None, max_examples=6)
+@given(st.permutations(range(32)), st.lists(st.integers(0, 31), min_size=1, max_size=8), st.sets(st.integers(0, 7)))
+def test_moves_read_everything_first(order: list[int], source: list[int], skipped: set[int]) -> None:
+    target = torch.tensor([-1 if i in skipped else slot for i, slot in enumerate(order[: len(source)])])
+    kv_of_kernel = torch.randn(2, 2, 2, 16, 3, 8)
+    kv_of_twin = kv_of_kernel.clone()
+    kv_kernels.kv_move(kv_of_kernel, torch.tensor(source), target)
+    kv.kv_move_twin(kv_of_twin, torch.tensor(source), target)
+    assert torch.equal(kv_of_kernel, kv_of_twin)
+
+
 @every_dtype
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_route(dtype: torch.dtype, renormalize: bool) -> None:

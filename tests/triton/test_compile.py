@@ -48,11 +48,14 @@ def test_needs_what_the_table_says(name: str, target: str, record_property: Call
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_is_within_the_hardware(target: str) -> None:
-    """Shared memory fits, nothing that a step runs spills, and products are on the tensor cores."""
+    """Shared memory fits, the kernels of a step spill nothing, and products are on the tensor cores."""
     assert {name for name, _ in committed()[target]} >= {"rows, bf16", "tree, 8B", "experts, 1 token"}
     for name, needs in committed()[target]:
         assert needs.shared <= SHARED[target], (name, needs)
-        assert needs.spills == 0 or (name, needs.kernel, target) in resources.SPILLS, (name, needs)
+        assert needs.spills <= (resources.AMD_SPILLS if target == "gfx942" else resources.SPILLS.get(name, 0)), (
+            name,
+            needs,
+        )
         assert bool(needs.products) == (needs.kernel in resources.PRODUCTS and "fp32" not in name), (name, needs)
 
 

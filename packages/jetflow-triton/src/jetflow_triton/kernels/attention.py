@@ -55,9 +55,6 @@ def merge_split(acc, peak, total, new_acc, new_peak, new_total):
 
 @triton.jit
 def _reduce(
-    acc,
-    peak,
-    total,
     q,
     k_cache,
     v_cache,
@@ -69,52 +66,54 @@ def _reduce(
     positions,
     oldest,
     low,
-    high,
+    middle,
     prefix,
+    high,
     scale,
     kv_head,
     PAGE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IN_TREE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Online softmax over the slots `low … high − 1`, of the prefix or (from its start) of the tree.
+    """Online softmax over the slots `low … middle − 1` of the prefix, then `prefix … high − 1` of the tree.
 
     `positions` are those of the sequence's queries, `oldest` the first position that each row's window holds.
     """
+    acc, peak, total = no_slots(BLOCK_M, BLOCK_D)
     lanes, block_lanes = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    for start in range(low, high, BLOCK_N):
+    behind = (tl.maximum(middle - low, 0) + BLOCK_N - 1) // BLOCK_N  # blocks of the prefix
+    for i in range(behind + (high - prefix + BLOCK_N - 1) // BLOCK_N):
+        in_tree = i >= behind
+        start = tl.where(in_tree, prefix + (i - behind) * BLOCK_N, low + i * BLOCK_N)
         slots = start + block_lanes
-        inside = slots < high
+        inside = slots < tl.where(in_tree, high, middle)
         block = tl.load(table + slots // PAGE, mask=inside, other=0).to(tl.int64)
         offset = ((block * PAGE + slots % PAGE) * KV_HEADS + kv_head) * WIDTH
         loaded = inside[:, None] & (lanes < WIDTH)[None, :]
         k = tl.load(k_cache + offset[:, None] + lanes[None, :], mask=loaded, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         seen = tl.broadcast_to(inside[None, :], scores.shape)
-        if IN_TREE:
-            node = start - prefix  # a multiple of the block: its bits are one word a row, or two
-            if HAS_MASK:
-                row_word = mask_row + node // 32
-                words = tl.load(row_word, mask=row_inside & (query * 0 + node < mask_bits), other=0)[:, None]
-                if BLOCK_N > 32:
-                    more = tl.load(row_word + 1, mask=row_inside & (query * 0 + node + 32 < mask_bits), other=0)[
-                        :, None
-                    ]
-                    words = tl.where((block_lanes < 32)[None, :], words, more)
-                seen = seen & (((words >> ((node + block_lanes) % 32)[None, :]) & 1) != 0)
-            else:
-                seen = seen & ((node + block_lanes)[None, :] <= query[:, None])
+        node = start - prefix  # in the tree a multiple of the block: its bits are one word a row, or two
+        if HAS_MASK:
+            row_word, at = mask_row + node // 32, query * 0 + node
+            reached = row_inside & (at >= 0)
+            words = tl.load(row_word, mask=reached & (at < mask_bits), other=0)[:, None]
+            if BLOCK_N > 32:
+                more = tl.load(row_word + 1, mask=reached & (at + 32 < mask_bits), other=0)[:, None]
+                words = tl.where((block_lanes < 32)[None, :], words, more)
+            words |= tl.where(node >= 0, 0, -1)
+            seen = seen & (((words >> ((node + block_lanes) & 31)[None, :]) & 1) != 0)
+        else:
+            seen = seen & ((node + block_lanes)[None, :] <= query[:, None])
         if HAS_WINDOW:
-            place = slots.to(tl.int64)
-            if IN_TREE:
-                place = tl.load(positions + slots - prefix, mask=inside, other=0).to(tl.int64)
-            seen = seen & (place[None, :] >= oldest[:, None])
+            place = tl.load(positions + slots - prefix, mask=inside & (slots >= prefix), other=0).to(tl.int64)
+            seen = seen & (tl.where(slots >= prefix, place, slots)[None, :] >= oldest[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         top = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -206,16 +205,11 @@ def tree_attention_kernel(
     acc, peak, total = no_slots(BLOCK_M, BLOCK_D)
     for split in range(begin, end):
         low = split * SPLIT_SIZE
-        new_acc, new_peak, new_total = no_slots(BLOCK_M, BLOCK_D)
         new_acc, new_peak, new_total = _reduce(
-            new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
-            positions + first, oldest, tl.maximum(low, unseen), tl.minimum(low + SPLIT_SIZE, prefix), prefix, scale,
-            kv_head, PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, False, HAS_MASK, HAS_WINDOW, PRECISION,
-        )  # fmt: skip
-        new_acc, new_peak, new_total = _reduce(
-            new_acc, new_peak, new_total, q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside,
-            positions + first, oldest, prefix, tl.where(split == splits - 1, high, prefix), prefix, scale,
-            kv_head, PAGE, KV_HEADS, WIDTH, BLOCK_N, BLOCK_D, True, HAS_MASK, HAS_WINDOW, PRECISION,
+            q_tile, k_cache, v_cache, table, mask_row, mask_words * 32, query, row_inside, positions + first, oldest,
+            tl.maximum(low, unseen), tl.minimum(low + SPLIT_SIZE, prefix),
+            prefix, tl.where(split == splits - 1, high, prefix), scale, kv_head,
+            PAGE, KV_HEADS, WIDTH, BLOCK_M, BLOCK_N, BLOCK_D, HAS_MASK, HAS_WINDOW, PRECISION,
         )  # fmt: skip
         if IN_GRID:
             acc, peak, total = new_acc, new_peak, new_total
