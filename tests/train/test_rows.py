@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from training_tiny import TAPS, VOCABULARY, tiny_model, tiny_options, tiny_rows
 
-from jetflow_train.data import frequent_tokens, is_held_out, read_rows, spread
+from jetflow_train.data import Row, counted_spans, frequent_tokens, is_held_out, read_rows, shard, spread
 from jetflow_train.features import ROWS_PER_SHARD, build_features
 from jetflow_train.heads import head_config
 
@@ -27,15 +30,46 @@ def row(**changes: object) -> dict[str, object]:
 
 
 def test_rows_of_plain_and_gzip_files_without_repeats(tmp_path: Path) -> None:
-    plain = write(tmp_path / "a.jsonl", row(), row(temperature=0.7), row(id="b", output_ids=[9]))
+    warm = row(temperature=0.7, output_ids=[8, 9])
+    plain = write(tmp_path / "a.jsonl", row(), warm, {**warm, "sample": 1, "output_ids": [8, 7]}, row(id="b", output_ids=[9]))
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress((json.dumps(row(output_ids=[7, 7])) + "\n" + json.dumps(row(id="c"))).encode()))
     rows = read_rows([plain, packed], 50, 4)
-    assert [(each.id, each.temperature, each.output_ids) for each in rows] == [
-        ("a", 0.0, (3, 4)),  # cut at the limit; the same row in the second file is not taken again
-        ("a", 0.7, (3, 4)),
-        ("c", 0.0, (3, 4)),
-    ]
+    assert [(each.id, each.temperature, each.sample, each.output_ids) for each in rows] == [
+        ("a", 0.0, 0, (3, 4)),  # cut at the limit; the same row in the second file is not taken again
+        ("a", 0.7, 0, (8, 9)),
+        ("a", 0.7, 1, (8, 7)),
+    ]  # c says what a says
+
+
+def test_of_equal_answers_the_coldest_is_kept(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", row(temperature=0.7), row(id="b", temperature=0.0), row(id="c", temperature=0.3))
+    assert [each.id for each in read_rows([file], 50, 8)] == ["b"]
+
+
+def test_rows_of_one_prompt_fall_on_the_same_side() -> None:
+    rows = tiny_rows(200)
+    others = [replace(each, id=f"other/{each.id}", temperature=0.7, output_ids=(5, 6, 7)) for each in rows]
+    assert [is_held_out(each, 0.3) for each in rows] == [is_held_out(each, 0.3) for each in others]
+    mixed = spread(rows + others)
+    pairs = [(one.prompt_ids, two.prompt_ids) for one, two in zip(mixed[::2], mixed[1::2], strict=True)]
+    assert all(one == two for one, two in pairs)
+
+
+@given(count=st.integers(0, 40), world=st.integers(1, 9))
+def test_shards_are_equal_and_leave_nothing_out(count: int, world: int) -> None:
+    shares = [shard(range(count), rank, world) for rank in range(world)]
+    assert {len(share) for share in shares} == {-(-count // world)}
+    dealt = [item for turn in zip(*shares, strict=True) for item in turn]
+    assert dealt[:count] == list(range(count))
+    assert all(item == number % count for number, item in enumerate(dealt))
+
+
+def test_only_tokens_with_a_loss_count_and_anchors_stay_among_them() -> None:
+    row = Row("a", None, (1, 2), (3, 4, 5, 6, 7, 8), ignored=((4, 6),))
+    assert row.spans == ((2, 4), (6, 8))
+    assert frequent_tokens([row], 4, VOCABULARY, always=[]) == [3, 4, 7, 8]
+    assert counted_spans(2, 8, ((2, 4), (7, 8))) == ((4, 7),)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +107,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
 
 def test_the_held_out_share_is_about_what_was_asked_and_comes_first() -> None:
     rows = spread(tiny_rows(400) + tiny_rows(400, temperature=0.7))
-    held = [is_held_out(each.id, 0.1) for each in rows]
+    held = [is_held_out(each, 0.1) for each in rows]
     assert 0.05 < sum(held) / len(held) < 0.16
     assert held == sorted(held, reverse=True)
 

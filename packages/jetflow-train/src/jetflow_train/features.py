@@ -1,15 +1,16 @@
-"""Target features of every row, computed once and read back through memory maps.
+"""Target features of every row: computed once and read back through memory maps, or computed at every visit.
 
-A store is a folder of shards. Each shard holds consecutive rows, end to end:
+Both ways give the same values, in the precision that is stored. A store is a folder of shards. Each shard holds consecutive rows, end to end:
 
-    shard-00000/index.json       row numbers, token counts, prompt lengths
+    shard-00000/index.json       row numbers, token counts, prompt lengths, ranges without loss
     shard-00000/tokens.npy       int32 [T]        prompt and output ids
     shard-00000/taps.npy         uint16 [T, K·C]  bfloat16 bits of the tapped layers' outputs
     shard-00000/teacher_ids.npy  int32 [O, M]     the target's M likeliest ids for every output token
     shard-00000/teacher_logp.npy float16 [O, M]   their log-probabilities over the whole vocabulary
 
-`meta.json` carries a fingerprint of target, taps and rows; a store made for anything else is refused. A shard appears
-under its name only when complete, so an interrupted build goes on where it stopped and a reader may follow a build.
+`meta.json` carries a fingerprint of target, its precision, taps and rows (their tokens, so the chat template too, and their
+loss masks); a store made for anything else is refused. A shard appears under its name only when complete, so an
+interrupted build goes on where it stopped and a reader may follow a build.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
+from jetflow_core.layers import Attend
 from jetflow_core.model import Decoder
-from jetflow_train.data import Row, rows_fingerprint
+from jetflow_train.chats import Span
+from jetflow_train.data import Row, counted_spans, rows_fingerprint
 
 ROWS_PER_SHARD = 64
+# Rows are joined into one pass up to so many tokens, which fills a GPU. A CPU is busy with one row.
+PASS_TOKENS = {"cuda": 16384}
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,61 @@ class RowFeatures:
         Tensor  # int64 [O, M]; entry j belongs to output token j, the distribution at position prompt_length + j − 1
     )
     teacher_logp: Tensor  # float32 [O, M]
+    ignored: tuple[Span, ...] = ()  # ranges of the output without a loss
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Half-open ranges of positions that carry the loss, ascending."""
+        return counted_spans(self.prompt_length, len(self.tokens), self.ignored)
+
+    def ends(self, positions: Tensor) -> Tensor:
+        """Where the spans end that `positions` (any shape, each inside a span) lie in."""
+        ends = torch.tensor([end for _, end in self.spans])
+        return ends[torch.searchsorted(ends, positions, right=True)]
+
+
+class Features(Protocol):
+    """Features of numbered rows."""
+
+    def __len__(self) -> int:
+        """How many rows have features, the first ones."""
+        ...
+
+    def __getitem__(self, index: int) -> RowFeatures:
+        """Features of a row, on the CPU."""
+        ...
+
+    def refresh(self) -> int:
+        """Look for rows that have features since; return `len`."""
+        ...
+
+
+class OnlineFeatures:
+    """Features computed by `model` whenever a row is visited; nothing is kept."""
+
+    def __init__(self, model: Decoder, rows: Sequence[Row], tap_layers: Sequence[int], top: int) -> None:
+        _check_top(model, top)
+        self._model, self._rows, self._taps, self._top = model, rows, tuple(tap_layers), top
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> RowFeatures:
+        row = self._rows[index]
+        taps, ids, logp = row_features(self._model, row, self._taps, self._top)
+        return RowFeatures(
+            row=index,
+            prompt_length=len(row.prompt_ids),
+            tokens=torch.tensor(row.tokens),
+            taps=taps.to(torch.bfloat16).cpu(),
+            teacher_ids=ids.cpu(),
+            teacher_logp=logp.to(torch.float16).float().cpu(),
+            ignored=row.ignored,
+        )
+
+    def refresh(self) -> int:
+        """All rows are there from the start."""
+        return len(self)
 
 
 def target_fingerprint(model: Decoder) -> str:
@@ -111,6 +172,7 @@ class _Shard:
         self.rows: list[int] = index["rows"]
         self.lengths: list[int] = index["lengths"]
         self.prompts: list[int] = index["prompts"]
+        self.ignored = [tuple((start, end) for start, end in row) for row in index["ignored"]]
         self._tokens, self._taps, self._ids, self._logp = (
             np.load(path / f"{name}.npy", mmap_mode="r") for name in ("tokens", "taps", "teacher_ids", "teacher_logp")
         )
@@ -128,6 +190,7 @@ class _Shard:
             taps=torch.from_numpy(np.array(self._taps[tokens])).view(torch.bfloat16),
             teacher_ids=torch.from_numpy(self._ids[outputs].astype(np.int64)),
             teacher_logp=torch.from_numpy(self._logp[outputs].astype(np.float32)),
+            ignored=self.ignored[position],
         )
 
 
@@ -135,6 +198,7 @@ def store_fingerprint(model: Decoder, rows: Sequence[Row], tap_layers: Sequence[
     """What a store depends on, by name."""
     return {
         "target": target_fingerprint(model),
+        "dtype": str(model.embed.dtype).removeprefix("torch."),
         "rows": rows_fingerprint(rows),
         "tap_layers": list(tap_layers),
         "top": top,
@@ -155,8 +219,7 @@ def build_features(
     Raises ValueError when the folder cannot be written, is damaged or belongs to another target or other rows, and for
     more teacher entries than the vocabulary has.
     """
-    if top > model.config.vocab_size:
-        raise ValueError(f"teacher_top {top} exceeds the target's vocabulary of {model.config.vocab_size}")
+    _check_top(model, top)
     fingerprint = store_fingerprint(model, rows, tap_layers, top)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -173,9 +236,17 @@ def build_features(
         try:
             _write_shard(shard, model, numbered, tap_layers, top, on_row)
         except OSError as error:
-            raise ValueError(f"{shard}: cannot write features ({error})") from error
+            shutil.rmtree(shard.with_name(shard.name + ".partial"), ignore_errors=True)  # room on a full disk
+            raise ValueError(
+                f"{shard}: cannot write features ({error}); what was made before is kept, and the same command goes on"
+            ) from error
     store.refresh()
     return store
+
+
+def _check_top(model: Decoder, top: int) -> None:
+    if top > model.config.vocab_size:
+        raise ValueError(f"teacher_top {top} exceeds the target's vocabulary of {model.config.vocab_size}")
 
 
 def _write_shard(
@@ -189,16 +260,17 @@ def _write_shard(
     taps: list[NDArray[Any]] = []
     ids: list[NDArray[Any]] = []
     logp: list[NDArray[Any]] = []
-    for _, row in numbered:
-        row_taps, row_ids, row_logp = row_features(model, row, tap_layers, top)
-        taps.append(row_taps.to(torch.bfloat16).view(torch.uint16).cpu().numpy())
-        ids.append(row_ids.to(torch.int32).cpu().numpy())
-        logp.append(row_logp.to(torch.float16).cpu().numpy())
-        on_row()
+    for part in _passes([row for _, row in numbered], PASS_TOKENS.get(model.embed.device.type, 0)):
+        for row_taps, row_ids, row_logp in rows_features(model, part, tap_layers, top):
+            taps.append(row_taps.to(torch.bfloat16).view(torch.uint16).cpu().numpy())
+            ids.append(row_ids.to(torch.int32).cpu().numpy())
+            logp.append(row_logp.to(torch.float16).cpu().numpy())
+            on_row()
     index = {
         "rows": [number for number, _ in numbered],
         "lengths": [len(row.tokens) for _, row in numbered],
         "prompts": [len(row.prompt_ids) for _, row in numbered],
+        "ignored": [row.ignored for _, row in numbered],
     }
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -211,21 +283,62 @@ def _write_shard(
     os.replace(partial, path)
 
 
-@torch.no_grad()
+def _passes(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+    """`rows` in order, in groups of at most `tokens` tokens; a longer row is a group of its own."""
+    groups: list[list[Row]] = []
+    room = 0
+    for row in rows:
+        room -= len(row.tokens)
+        if not groups or room < 0:
+            groups.append([])
+            room = tokens - len(row.tokens)
+        groups[-1].append(row)
+    return groups
+
+
 def row_features(model: Decoder, row: Row, tap_layers: Sequence[int], top: int) -> tuple[Tensor, Tensor, Tensor]:
     """(taps [T, K·C], teacher ids [O, M], log-probabilities [O, M] float32 over the whole vocabulary) of one row."""
+    return rows_features(model, [row], tap_layers, top)[0]
+
+
+@torch.no_grad()
+def rows_features(
+    model: Decoder, rows: Sequence[Row], tap_layers: Sequence[int], top: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """`row_features` of several rows from one pass of the target."""
     device = model.embed.device
-    hidden, taps = model.forward_sequence(torch.tensor(row.tokens, device=device), tuple(tap_layers))
-    first = len(row.prompt_ids) - 1
+    lengths = [len(row.tokens) for row in rows]
+    ids = torch.tensor([token for row in rows for token in row.tokens], device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    hidden, taps = model(ids, positions, _attend_rows(lengths), tuple(tap_layers))
+    return [
+        (row_taps, *_teacher(model, row_hidden[len(row.prompt_ids) - 1 : -1], top))
+        for row, row_hidden, row_taps in zip(rows, hidden.split(lengths), taps.split(lengths), strict=True)
+    ]
+
+
+def _attend_rows(lengths: list[int]) -> Attend:
+    """Causal attention within each of several sequences that lie end to end."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(tensor.transpose(0, 1)[None].split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
+        out = [functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+        return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+    return attend
+
+
+def _teacher(model: Decoder, hidden: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The likeliest ids of each position and their log-probabilities."""
     ids: list[Tensor] = []
     logp: list[Tensor] = []
     # In slices: a whole row of float32 logits over a large vocabulary would not fit the cache, or the memory.
-    for part in hidden[first:-1].split(32):
+    for part in hidden.split(32):
         logits = model.logits(part).float()
         best = torch.topk(logits, top, dim=-1)
         ids.append(best.indices)
         logp.append(best.values - torch.logsumexp(logits, dim=-1, keepdim=True))
-    return taps, torch.cat(ids), torch.cat(logp)
+    return torch.cat(ids), torch.cat(logp)
 
 
 def replace_file(path: Path, content: bytes | memoryview) -> None:
