@@ -226,6 +226,8 @@ def test_a_file_gives_defaults_and_flags_override_them(tmp_path: Path, monkeypat
         cors-origin = "https://a.example"
         api-key = ["one", "two"]
         log-prompts = true
+        no-prefix-cache = true
+        exact = false
         cache-gib = 1.5
     """
     path = config(tmp_path, text)
@@ -233,6 +235,7 @@ def test_a_file_gives_defaults_and_flags_override_them(tmp_path: Path, monkeypat
     options = seen[0]
     assert (options.port, options.budget, options.dtype, options.max_running) == (9001, 3, "float32", 7)
     assert (options.request_timeout, options.cache_gib, options.log_prompts) == (12.0, 1.5, True)
+    assert (options.prefix_cache, options.exact) == (False, False)
     assert options.cors_origin == ["https://a.example"]
     assert options.api_key == ["three"]
     assert (options.host, options.log_format) == ("127.0.0.1", "text")

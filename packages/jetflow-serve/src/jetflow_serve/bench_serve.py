@@ -29,6 +29,7 @@ from jetflow_serve.choice import choose_model
 from jetflow_serve.choice import load as load_llm
 from jetflow_serve.host import describe
 from jetflow_serve.load_client import Answer, Target, run_load
+from jetflow_serve.measure import warm_up
 from jetflow_serve.server import Server, bind
 from jetflow_serve.service import EngineService
 
@@ -157,7 +158,8 @@ def _load(options: Namespace, loads: Sequence[Load]) -> tuple[Parts, dict[str, A
     llm = load_llm(choice, options)
     facts = {"model": choice.name, "head": choice.head or "none", **describe(llm)}
     head = None if llm.engine.drafter is None else llm.engine.drafter.head
-    return Parts(llm.engine.model, llm.tokenizer, head, llm.engine.config, BudgetPolicy()), facts
+    warm_up(llm, ["auto"])
+    return Parts(llm.engine.model, llm.tokenizer, head, llm.engine.config, llm.engine.budgets), facts
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         if actions[name].dest in values:
             raise ValueError(f"--config {path}: {name!r} is given twice, with - and with _")
         try:
-            values[actions[name].dest] = _convert(actions[name], value)
+            values[actions[name].dest] = _convert(actions[name], name, value)
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise ValueError(f"--config {path}: {key} = {value!r}: {error}") from error
     return values
@@ -42,12 +42,14 @@ def _names(action: argparse.Action) -> list[str]:
     return [flag[2:] for flag in action.option_strings if flag.startswith("--") and flag not in ("--help", "--config")]
 
 
-def _convert(action: argparse.Action, value: Any) -> Any:
-    """`value` as the flag would give it. Raises ValueError."""
+def _convert(action: argparse.Action, name: str, value: Any) -> Any:
+    """`value` as the flag --`name` would give it. Raises ValueError."""
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError("use true or false")
-        return value
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return value != name.startswith("no-")
+        return action.const if value else action.default
     if action.nargs == "+":
         items: list[Any] = value if isinstance(value, list) else [value]
         return [_convert_one(action, item) for item in items]

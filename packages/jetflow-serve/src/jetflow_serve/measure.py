@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jetflow_core.request import Output
 
 WARM_UP_TOKENS = 8
+LEARNED_BUDGETS = (1, 3, 7, 15, 31)  # steps of 2, 4, 8, 16 and 32 rows
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,15 @@ def timed_run(
 
 
 def warm_up(llm: LLM, budgets: Sequence[Budget | None] = (None,)) -> None:
-    """Run a few tokens with each budget, so that kernels are compiled and memory is mapped before anyone waits."""
+    """Run a few tokens with each budget, so that kernels are compiled and memory is mapped before anyone waits.
+
+    Budget auto learns what steps of common sizes take. None is the engine's own budget.
+    """
     prompt = llm.tokenizer.encode("The quick brown fox", allow_special=False)
     limit = min(WARM_UP_TOKENS, llm.engine.max_model_len - len(prompt))
     if limit < 1:  # a context too small to try anything in
         return
     for budget in budgets:
-        timed_run(llm, prompt, SamplingParams(max_tokens=limit, ignore_eos=True), budget)
+        own = llm.engine.config.budget if budget is None else budget
+        for size in (*LEARNED_BUDGETS, own) if own == "auto" else (own,):
+            timed_run(llm, prompt, SamplingParams(max_tokens=limit, ignore_eos=True), size)
