@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from report_samples import evaluation
 
 from jetflow_train import cli
 from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions, load_options
+from jetflow_train.evaluate import Evaluation
 
 KNOBS = {
-    RegenerateOptions: "target device prompts output suffix suffix_files limit temperature max_tokens max_length batch_size seed "
-    "head budget",
-    HeadOptions: "target device dtype data output features max_length held_out block_size layers intermediate_size attention taps "
-    "pairwise_size draft_vocab_size mask_token_id learned_mask gamma truncate marginal_weight teacher_top "
+    RegenerateOptions: "target device prompts output suffix suffix_files limit temperature max_tokens max_length batch_size "
+    "seed head budget",
+    HeadOptions: "target device dtype data output features max_length held_out block_size layers intermediate_size attention "
+    "taps pairwise_size draft_vocab_size mask_token_id learned_mask gamma truncate marginal_weight teacher_top "
     "teacher_temperature minutes steps anchors blocks learning_rate warmup final_rate weight_decay clip seed "
-    "checkpoint_minutes evaluate_minutes",
+    "checkpoint_minutes evaluate_minutes tensorboard",
     EvaluateOptions: "target device head prompts budgets limit max_tokens output",
 }
 
@@ -45,6 +47,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, name: str, result: object) -> list
         return result
 
     monkeypatch.setattr(cli, name, call)
+    monkeypatch.setattr(cli, "plot_line", lambda folder: f"plot of {folder}")
     return seen
 
 
@@ -155,11 +158,12 @@ def test_without_a_command_the_whole_recipe_runs(
 ) -> None:
     seen: list[Any] = []
 
-    def recipe(*options: Any) -> tuple[list[Any], list[Any], Path]:
+    def recipe(*options: Any) -> tuple[Evaluation, Evaluation, Path]:
         seen.extend(options)
-        return [], [], Path("somewhere/head")
+        return evaluation(1.0), evaluation(2.0), Path("somewhere/head")
 
     monkeypatch.setattr(cli, "run_recipe", recipe)
+    monkeypatch.setattr(cli, "plot_line", lambda folder: f"plot of {folder}")
     assert cli.main(["--output", str(tmp_path), "--minutes", "2", "--device", "cpu"]) == 0
     regenerating, training, evaluating, _ = seen
     assert {each.device for each in seen[:3]} == {"cpu"}
@@ -167,7 +171,10 @@ def test_without_a_command_the_whole_recipe_runs(
     assert (training.minutes, training.steps, training.output) == (2.0, None, str(tmp_path))
     assert training.data == (regenerating.output,) == (f"{tmp_path}/rows.jsonl",)
     assert evaluating.head == f"{tmp_path}/head"
-    assert "jetflow-serve generate --head somewhere/head" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "jetflow-serve generate --head somewhere/head" in text
+    assert "plot of somewhere\n" in text
+    assert "τ untrained" in text
 
 
 def recipe_of(folder: Path, text: str, **flags: Any) -> tuple[RegenerateOptions, HeadOptions, EvaluateOptions]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jetflow_core.tokenizer import Tokenizer
 from jetflow_train.blocks import BlockRules
 from jetflow_train.config import EvaluateOptions, RegenerateOptions
 from jetflow_train.data import Row, read_rows
-from jetflow_train.evaluate import _measurements, _Run, measure  # pyright: ignore[reportPrivateUsage]
+from jetflow_train.evaluate import Run, measure, summarise
 from jetflow_train.regenerate import answer
 from jetflow_train.simulate import replayed_tau
 
@@ -144,32 +144,37 @@ def test_an_unwritable_row_file_is_named(tmp_path: Path) -> None:
 
 def test_measurements_are_lossless_and_written(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    results = measure(
-        llm(),
-        EvaluateOptions(
-            prompts=(prompt_file(tmp_path / "load.jsonl"),),
-            budgets=(0, 4, 12),
-            max_tokens=16,
-            limit=3,
-            output=str(file),
-        ),
+    prompts = (prompt_file(tmp_path / "load.jsonl"),)
+    options = EvaluateOptions(
+        head="nowhere", prompts=prompts, budgets=(0, 4, 12), max_tokens=16, limit=3, output=str(file)
     )
-    assert [each.budget for each in results] == [0, 4, 12]
-    assert all(each.prompts == each.identical == 3 for each in results)
-    assert results[0].tau == results[0].speedup == 1.0
-    assert results[2].tau >= 1.0
-    assert [each["workload"] for each in json.loads(file.read_text())] == ["load"] * 3
+    result = measure(llm(), options)
+    plain, small, large = result.measurements
+    assert [each.budget for each in result.measurements] == [0, 4, 12]
+    assert all(each.prompts == each.identical == 3 for each in result.measurements)
+    assert plain.tau == plain.speedup == 1.0
+    assert plain.predicted is None
+    assert plain.acceptance == []
+    assert {each.plain_tokens_per_second for each in result.measurements} == {plain.tokens_per_second}
+    for each in (small, large):  # float32: the training code must say what serving does, to the step
+        assert each.predicted == pytest.approx(each.tau)
+        assert 1 + sum(each.acceptance) == pytest.approx(each.tau)
+        assert each.acceptance == sorted(each.acceptance, reverse=True)
+    assert (result.facts["target"], result.facts["dtype"], result.training) == ("demo model", "float32", None)
+    assert len(result.forced["load"].accuracy) == 4
+    assert json.loads(file.read_text()) == asdict(result)
 
 
 def test_answers_of_one_token_have_no_speed(tmp_path: Path) -> None:
     short = EvaluateOptions(prompts=(prompt_file(tmp_path / "load.jsonl", 2),), budgets=(0, 4, 4), max_tokens=1)
     with pytest.raises(ValueError, match=r"load: every answer ended with its first token; raise --max-tokens"):
         measure(llm(), short)
-    runs = {budget: [_Run([5], 1, 0.0), _Run([5, 6, 7], 3, 0.5)] for budget in (0, 4)}
-    plain, drafted = _measurements("load", runs)
+    runs = {budget: [Run((1,), (5,), (), 0.0), Run((1,), (5, 6, 7), (1, 1), 0.5)] for budget in (0, 4)}
+    plain, drafted = summarise("load", runs, {4: 1.0})
     assert (plain.speedup, drafted.speedup, drafted.identical) == (1.0, 1.0, 2)
+    assert (plain.predicted, drafted.predicted) == (None, 1.0)
     assert plain.tokens_per_second == pytest.approx(4.0)
-    assert [each.budget for each in measure(llm(), replace(short, max_tokens=3))] == [0, 4]
+    assert [each.budget for each in measure(llm(), replace(short, max_tokens=3)).measurements] == [0, 4]
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from jetflow_train.config import (
     read_section,
 )
 from jetflow_train.evaluate import evaluate
+from jetflow_train.plots import NO_PLOT, can_plot, draw_training
 from jetflow_train.recipe import run_recipe, train_head
 from jetflow_train.regenerate import regenerate
-from jetflow_train.report import measurement_table
+from jetflow_train.report import evaluation_report
 from jetflow_train.terminal import Bars
 
 COMMANDS = {"regenerate": RegenerateOptions, "head": HeadOptions, "evaluate": EvaluateOptions}
@@ -83,9 +84,9 @@ def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> Non
             bars.say(f"{made} new rows")
         elif command == "head":
             path = train_head(load_options(HeadOptions, config, _with_length(flags, config)), bars.progress())
-            bars.say(f"head: {path}")
+            bars.say(f"{plot_line(path.parent)}\nhead: {path}")
         elif command == "evaluate":
-            bars.say(measurement_table(evaluate(load_options(EvaluateOptions, config, flags), bars.decoding)))
+            bars.say(evaluation_report(evaluate(load_options(EvaluateOptions, config, flags), bars.decoding)))
         else:
             _whole_recipe(config, flags, bars)
 
@@ -93,8 +94,13 @@ def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> Non
 def _whole_recipe(config: Path | None, flags: dict[str, Any], bars: Bars) -> None:
     options = recipe_options(config, flags)
     before, after, head = run_recipe(*options, bars.progress())
-    bars.say(measurement_table(after, before))
+    bars.say(f"\n{evaluation_report(after, before)}\n\n{plot_line(head.parent)}")
     bars.say(f'head: {head}\ntry it: jetflow-serve generate --head {head} "What is the capital of France?"')
+
+
+def plot_line(folder: Path) -> str:
+    """Draw the run in `folder` and say where, or why not."""
+    return f"plot: {draw_training(folder)}" if can_plot() else NO_PLOT
 
 
 def recipe_options(

@@ -1,7 +1,10 @@
-"""Real speculative decoding of workloads: τ and tokens/s at several budgets, beside plain decoding of the same prompts.
+"""Real speculative decoding of workloads, and beside it what the training code predicts for the very same answers.
 
 Each prompt is decoded at every budget in turn (interleaved), so a slow minute of the machine touches all budgets
 alike. Speeds are medians over prompts of tokens per second of decoding alone: prompts are read before the clock starts.
+
+The predictions use the training forward: features of whole sequences, packed blocks and their masks, no pages. Where
+they part from what was measured, training and serving see different things, which no training metric would show.
 """
 
 from __future__ import annotations
@@ -12,47 +15,87 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from jetflow_core import host
 from jetflow_core.engine import EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
 from jetflow_train.config import EvaluateOptions
+from jetflow_train.data import Row
+from jetflow_train.features import RowFeatures
 from jetflow_train.prompts import EVALUATION, encode_prompts, read_prompts
+from jetflow_train.record import read_record
+from jetflow_train.simulate import answer_features, forced_metrics, head_rules, replayed_tau
 from jetflow_train.targets import target_path
+
+PACKAGES = ("jetflow-train", "jetflow-core", "jetflow-triton", "torch")
+FORCED_ANCHORS = 16
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One workload at one budget. `speedup` is against budget 0 (None where that was not run)."""
+    """One workload at one budget.
+
+    `predicted` is τ replayed on the same answers with the training code, None at budget 0. `acceptance` has for each depth the
+    share of target passes that accepted so many drafted tokens. What is relative to plain decoding is None where budget 0
+    was not run.
+    """
 
     workload: str
     budget: int
     prompts: int
     tokens: int
     tau: float
+    predicted: float | None
+    acceptance: list[float]
     tokens_per_second: float
+    plain_tokens_per_second: float | None
     speedup: float | None
     identical: int | None  # prompts whose text equals plain decoding's
 
 
 @dataclass(frozen=True)
-class _Run:
-    token_ids: list[int]
-    steps: int
+class Forced:
+    """Teacher-forced measures of a workload's answers: `accuracy` per slot k from 1, and 1 + Σ_k Π_{j ≤ k} accuracy_j."""
+
+    accuracy: list[float]
+    accepted_length: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything that is known of a head: `facts` are target, head, hardware, dtype and versions, `training` is the
+    record that training left in the head's folder, None without one, `forced` has an entry a workload.
+    """
+
+    facts: dict[str, str | int | bool]
+    training: dict[str, Any] | None
+    forced: dict[str, Forced]
+    measurements: list[Measurement]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One greedy answer: `sizes` are the tokens that each target pass after the prefill committed."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sizes: tuple[int, ...]
     seconds: float
 
     @property
     def decoded(self) -> int:
-        return len(self.token_ids) - 1  # the first token comes out of the prefill
+        """Tokens that decoding added: the first one comes out of the prefill."""
+        return len(self.token_ids) - 1
 
     @property
     def speed(self) -> float:
+        """Decoded tokens a second."""
         return self.decoded / max(self.seconds, 1e-9)
 
 
-def evaluate(
-    options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None
-) -> list[Measurement]:
+def evaluate(options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None) -> Evaluation:
     """Load target and head, and `measure`."""
     config = EngineConfig(max_running=1)
     llm = LLM.load(target_path(options.target), options.head, device=options.device, config=config)
@@ -61,8 +104,8 @@ def evaluate(
 
 def measure(
     llm: LLM, options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None
-) -> list[Measurement]:
-    """Measure every workload at every budget; write them to `options.output` when it is given.
+) -> Evaluation:
+    """Measure every workload at every budget with `llm`, which has a head; write all of it to `options.output` when given.
 
     `on_run(done, total)` is told of each decoded prompt. Raises ValueError for a head that does not fit the target,
     bad prompts, answers that are all one token long, and an output file that cannot be written.
@@ -74,55 +117,104 @@ def measure(
     ]
     total = sum(len(prompts) for _, prompts in workloads) * len(budgets)
     done = 0
-    results: list[Measurement] = []
+    forced: dict[str, Forced] = {}
+    measurements: list[Measurement] = []
     for name, prompts in workloads:
         limit = llm.engine.max_model_len - options.max_tokens
-        runs: dict[int, list[_Run]] = {budget: [] for budget in budgets}
+        runs: dict[int, list[Run]] = {budget: [] for budget in budgets}
         for ids in encode_prompts(llm.tokenizer, prompts, limit, name):
             for budget in budgets:
                 runs[budget].append(_decode(llm, ids, options.max_tokens, budget))
                 done += 1
                 on_run(done, total)
-        results += _measurements(name, runs)
+        predicted, forced[name] = predictions(llm, name, runs)
+        measurements += summarise(name, runs, predicted)
+    engine = llm.engine
+    facts = {"target": options.target or "demo model", "head": options.head}
+    facts |= host.describe(engine.device, engine.model.embed.dtype, PACKAGES)
+    result = Evaluation(facts, read_record(Path(options.head)), forced, measurements)
     if options.output is not None:
         try:
-            Path(options.output).write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n")
+            Path(options.output).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ValueError(f"{options.output}: cannot write the results ({error})") from error
-    return results
+    return result
 
 
-def _decode(llm: LLM, ids: Sequence[int], max_tokens: int, budget: int) -> _Run:
+def _decode(llm: LLM, ids: Sequence[int], max_tokens: int, budget: int) -> Run:
     """Greedy decoding of one prompt; the clock starts with its first token."""
     tokens: list[int] = []
+    sizes: list[int] = []
     began = 0.0
-    steps = 0
     for output in llm.stream(ids, SamplingParams(max_tokens=max_tokens), budget):
         if output.error:
             raise ValueError(output.error)
-        if not tokens:
+        if tokens:
+            sizes.append(len(output.token_ids))
+        else:
             began = time.perf_counter()
         tokens += output.token_ids
-        steps = output.usage.target_steps
-    return _Run(tokens, steps, time.perf_counter() - began)
+    return Run(tuple(ids), tuple(tokens), tuple(sizes), time.perf_counter() - began)
 
 
-def _measurements(name: str, runs: dict[int, list[_Run]]) -> list[Measurement]:
+def predictions(llm: LLM, name: str, runs: dict[int, list[Run]]) -> tuple[dict[int, float], Forced]:
+    """τ at each budget above 0, replayed on that budget's own answers, and teacher-forced measures of the first budget's.
+
+    In half precision an answer can part from plain decoding's at a near-tie, so every budget is held against its own.
+    Raises ValueError when no answer has a second token.
+    """
+    assert llm.engine.drafter is not None
+    head = llm.engine.drafter.head
+    rules = head_rules(head)
+    known: dict[tuple[int, ...], RowFeatures] = {}
+
+    def features(run: Run) -> RowFeatures:
+        key = run.prompt_ids + run.token_ids
+        if key not in known:
+            row = Row("", 0.0, run.prompt_ids, run.token_ids)
+            known[key] = answer_features(llm.engine.model, row, head.config.target_layer_ids)
+        return known[key]
+
+    items = {budget: [features(run) for run in each if run.decoded] for budget, each in runs.items()}
+    if not all(items.values()):
+        raise ValueError(f"{name}: every answer ended with its first token; raise --max-tokens")
+    tau = {
+        budget: replayed_tau(head, each, rules, [budget], max(len(item.tokens) for item in each))[budget]
+        for budget, each in items.items()
+        if budget
+    }
+    forced = forced_metrics(head, next(iter(items.values())), rules, FORCED_ANCHORS, temperature=1.0)
+    return tau, Forced(forced.conditional_accuracy, forced.accepted_length)
+
+
+def summarise(name: str, runs: dict[int, list[Run]], predicted: dict[int, float]) -> list[Measurement]:
+    """A workload's measurements from its runs at each budget, the same prompts in the same order."""
     plain = runs.get(0)
     results: list[Measurement] = []
     for budget, each in runs.items():
-        tokens = sum(len(run.token_ids) for run in each)
-        steps = sum(run.steps for run in each)
         # An answer that ended with its first token has no decoding speed.
         pairs = [(a, b) for a, b in zip(each, plain or each, strict=True) if a.decoded and b.decoded]
         if not pairs:
             raise ValueError(f"{name}: every answer ended with its first token; raise --max-tokens")
-        speed = statistics.median(a.speed for a, _ in pairs)
-        speedup = identical = None
+        base = speedup = identical = None
         if plain is not None:
+            base = statistics.median(b.speed for _, b in pairs)
             speedup = statistics.median(a.speed / b.speed for a, b in pairs)
             identical = sum(a.token_ids == b.token_ids for a, b in zip(each, plain, strict=True))
-        # The first token of a prompt comes out of its prefill, which drafts nothing: it is no decoding step.
-        tau = (tokens - len(each)) / max(steps - len(each), 1)
-        results.append(Measurement(name, budget, len(each), tokens, tau, speed, speedup, identical))
+        sizes = [size for run in each for size in run.sizes]
+        results.append(
+            Measurement(
+                workload=name,
+                budget=budget,
+                prompts=len(each),
+                tokens=sum(len(run.token_ids) for run in each),
+                tau=sum(sizes) / len(sizes),
+                predicted=predicted.get(budget),
+                acceptance=[sum(size > depth for size in sizes) / len(sizes) for depth in range(1, max(sizes))],
+                tokens_per_second=statistics.median(a.speed for a, _ in pairs),
+                plain_tokens_per_second=base,
+                speedup=speedup,
+                identical=identical,
+            )
+        )
     return results

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from jetflow_core.drafter import head_candidates
 from jetflow_core.head import DraftHead
+from jetflow_core.model import Decoder
 from jetflow_core.tree import Candidates, DraftTree, best_first_tree
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors
-from jetflow_train.features import RowFeatures
+from jetflow_train.data import Row
+from jetflow_train.features import RowFeatures, row_features
 from jetflow_train.losses import draft_index, sparse_teacher
 
 BRANCHES = 32  # candidates a depth, as in serving
@@ -50,7 +52,7 @@ def forced_metrics(
     seen = torch.zeros(depths, device=device)
     for features in items:
         starts = sample_anchors(features, anchors, generator)
-        room = len(features.tokens) - starts if rules.causal else torch.full_like(starts, rules.block_size)
+        room = features.ends(starts) - starts if rules.causal else torch.full_like(starts, rules.block_size)
         batch = pack_blocks([(features, starts, room.clamp_max(rules.block_size))], whole, device)
         hidden = block_hidden(head, batch)[batch.slots]
         teacher = sparse_teacher(batch.teacher_ids, batch.teacher_logp, index, temperature)
@@ -71,6 +73,19 @@ def forced_metrics(
         marginal_accuracy=accuracy[1].tolist(),
         accepted_length=1.0 + float(accuracy[0].cumprod(0).sum()),
     )
+
+
+def answer_features(model: Decoder, row: Row, taps: Sequence[int], teacher_top: int = 1) -> RowFeatures:
+    """Features of one row straight from the target, no store between."""
+    states, ids, logp = row_features(model, row, taps, teacher_top)
+    tokens = torch.tensor(row.tokens)
+    return RowFeatures(0, len(row.prompt_ids), tokens, states.cpu(), ids.cpu(), logp.cpu())
+
+
+def head_rules(head: DraftHead) -> BlockRules:
+    """The rules of whole blocks of `head`, as measures want them."""
+    config = head.config
+    return BlockRules(config.block_size, config.mask_token_id, config.causal, gamma=None, truncate=False)
 
 
 @torch.no_grad()
