@@ -31,7 +31,9 @@ def row(**changes: object) -> dict[str, object]:
 
 def test_rows_of_plain_and_gzip_files_without_repeats(tmp_path: Path) -> None:
     warm = row(temperature=0.7, output_ids=[8, 9])
-    plain = write(tmp_path / "a.jsonl", row(), warm, {**warm, "sample": 1, "output_ids": [8, 7]}, row(id="b", output_ids=[9]))
+    plain = write(
+        tmp_path / "a.jsonl", row(), warm, {**warm, "sample": 1, "output_ids": [8, 7]}, row(id="b", output_ids=[9])
+    )
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress((json.dumps(row(output_ids=[7, 7])) + "\n" + json.dumps(row(id="c"))).encode()))
     rows = read_rows([plain, packed], 50, 4)
@@ -43,7 +45,9 @@ def test_rows_of_plain_and_gzip_files_without_repeats(tmp_path: Path) -> None:
 
 
 def test_of_equal_answers_the_coldest_is_kept(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.jsonl", row(temperature=0.7), row(id="b", temperature=0.0), row(id="c", temperature=0.3))
+    file = write(
+        tmp_path / "rows.jsonl", row(temperature=0.7), row(id="b", temperature=0.0), row(id="c", temperature=0.3)
+    )
     assert [each.id for each in read_rows([file], 50, 8)] == ["b"]
 
 

@@ -110,9 +110,7 @@ def read_jsonl(path: Path, *, partial_end: bool = False) -> Iterator[tuple[int, 
             raise ValueError(f"{path}: damaged gzip file ({error})") from error
 
 
-def read_rows(
-    paths: Iterable[Path], vocab_size: int, max_length: int, tokenizer: Tokenizer | None = None
-) -> list[Row]:
+def read_rows(paths: Iterable[Path], vocab_size: int, max_length: int, tokenizer: Tokenizer | None = None) -> list[Row]:
     """Rows of all files, in order, without repeats: of one key the first, of one content the coldest.
 
     Rows without two tokens in a row that carry the loss have nothing to draft and are left out; rows are cut at
@@ -167,7 +165,9 @@ def _parse_row(value: dict[str, Any], where: str, vocab_size: int) -> Row:
 def _corpus_row(value: dict[str, Any], where: str, tokenizer: Tokenizer | None) -> Row | None:
     """A chat or a text as a row; None when no token of it carries the loss."""
     if "turns" in value:
-        raise ValueError(f"{where}: prompts have no answers to learn from; run `jetflow-train regenerate` on them first")
+        raise ValueError(
+            f"{where}: prompts have no answers to learn from; run `jetflow-train regenerate` on them first"
+        )
     if tokenizer is None:
         raise ValueError(f"{where}: this target has no tokenizer; give token rows")
     name = str(value.get("id", content_key(value)))
