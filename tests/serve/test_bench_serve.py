@@ -221,7 +221,7 @@ def test_a_wrong_answer_is_status_1_in_float32(
         return replace(run, texts=["other", *run.texts[1:]]) if nodes else run
 
     monkeypatch.setattr(bench_serve, "measured", forged)
-    arguments = ["--concurrency", "1", "--requests", "2", "--rounds", "1", "--max-tokens", "8", "--budgets", "0,4"]
+    arguments = ["--rates", "50", "--requests", "2", "--rounds", "1", "--max-tokens", "8", "--budgets", "0,4"]
     status, out, _ = run(capsys, "--data", str(data), *arguments)
     assert status == 1
     assert "1 of 2" in out

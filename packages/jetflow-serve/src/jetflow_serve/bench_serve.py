@@ -154,7 +154,7 @@ def bench_serve(options: Namespace, write: Callable[[str], None], progress: Call
 def _load(options: Namespace, loads: Sequence[Load]) -> tuple[Parts, dict[str, Any]]:
     choice = choose_model(options.model, options.head, None)
     if options.max_running is None:
-        options.max_running = max(EngineConfig.max_running, *(load.clients for load in loads if load.rate is None))
+        options.max_running = max([EngineConfig.max_running, *(load.clients for load in loads if load.rate is None)])
     llm = load_llm(choice, options)
     facts = {"model": choice.name, "head": choice.head or "none", **describe(llm)}
     head = None if llm.engine.drafter is None else llm.engine.drafter.head
