@@ -7,15 +7,15 @@ So sampled text is the same token for token with or without speculation, in any 
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import UnionType
 
 import torch
 from torch import Tensor
 
+import jetflow_triton as ops
 from jetflow_core.logprobs import MAX_TOP
 
 
@@ -140,143 +140,34 @@ class Choice:
 def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     """The chosen token of every row of `logits` [R, V] (any float dtype), as int64 [R] on the same device.
 
-    Bias, penalties and bans are in the logits already (`processing.process`); temperature and filters are applied here.
-    Rows that no choice covers are greedy. Ties go to the lowest id. A row with a NaN or +inf, or without any finite logit, gives
-    −1 (nothing can be chosen from it); other rows are not affected. `logits` is not changed.
+    Bias, penalties and bans are in the logits already (`processing.process`); `jetflow_triton.sample` applies temperature and
+    filters. Rows that no choice covers are greedy. Ties go to the lowest id. A row with a NaN or +inf, or without any finite
+    logit, gives −1 (nothing can be chosen from it); other rows are not affected. `logits` is not changed.
     """
-    chosen = _greedy(logits)
-    sampled = [choice for choice in choices if choice.params.temperature > 0]
-    if sampled:
-        everything = _sampled_rows(sampled, logits.device)
-        token_steps = (torch.arange(logits.shape[-1], device=logits.device) + 1) * _GOLDEN
-        at_once = _LOGITS_AT_ONCE.get(logits.device.type, 2**25) // logits.shape[-1]
-        for part in everything.split(max(1, at_once)):
-            chosen[part.index] = _sample(logits[part.index].float(), part, token_steps)
-    return chosen
+    rows = len(logits)
+    temperature, top_k, seeds, positions = [0.0] * rows, [0] * rows, [0] * rows, [0] * rows
+    top_p, min_p = [1.0] * rows, [0.0] * rows
+    for choice in choices:
+        assert choice.rows.stop - choice.rows.start == len(choice.positions), "a choice needs one position per row"
+        for row, position in zip(range(choice.rows.start, choice.rows.stop), choice.positions.tolist(), strict=True):
+            params = choice.params
+            temperature[row], top_k[row], top_p[row], min_p[row] = (
+                params.temperature,
+                params.top_k,
+                params.top_p,
+                params.min_p,
+            )
+            seeds[row], positions[row] = (choice.seed + 2**63) % 2**64 - 2**63, position
 
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
 
-# Logits worked on at once: what a core's cache holds on the CPU, what bounds the temporary memory elsewhere.
-_LOGITS_AT_ONCE = {"cpu": 2**16}
-
-
-def _greedy(logits: Tensor) -> Tensor:
-    """Lowest id of the largest logit per row, −1 where that is not finite (torch ranks NaN above everything)."""
-    value, token = logits.max(dim=-1)  # several times faster than argmax on the CPU, and also the first of equals
-    return torch.where(value.isfinite(), token, -1)
-
-
-@dataclass
-class _Rows:
-    """Sampled rows: `index` [n] into the logits, noise key [n] int64, the other columns [n, 1]."""
-
-    index: Tensor
-    keys: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    def split(self, size: int) -> Iterator[_Rows]:
-        columns = (self.index, self.keys, self.temperature, self.top_k, self.top_p, self.min_p)
-        for parts in zip(*(column.split(size) for column in columns), strict=True):
-            yield _Rows(*parts)
-
-
-def _sampled_rows(choices: Sequence[Choice], device: torch.device) -> _Rows:
-    counts = torch.tensor([len(choice.positions) for choice in choices])
-
-    def column(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(counts)[:, None].to(device)
-
-    for c in choices:
-        assert c.rows.stop - c.rows.start == len(c.positions), "a choice needs one position per row"
-    index = [torch.arange(c.rows.start, c.rows.stop) for c in choices]
-    smallest = torch.finfo(torch.float32).tiny
-    return _Rows(
-        torch.cat(index).to(device),
-        torch.cat([_row_keys(c.seed, c.positions) for c in choices]).to(device),
-        column([max(c.params.temperature, smallest) for c in choices], torch.float32),
-        column([c.params.top_k for c in choices], torch.int64),
-        column([c.params.top_p for c in choices], torch.float64),
-        column([math.log(c.params.min_p) if c.params.min_p else -math.inf for c in choices], torch.float32),
+    return ops.sample(
+        logits,
+        column(temperature, torch.float64),
+        column(top_k, torch.int64),
+        column(top_p, torch.float64),
+        column(min_p, torch.float64),
+        column(seeds, torch.int64),
+        column(positions, torch.int64),
     )
-
-
-def _sample(logits: Tensor, rows: _Rows, token_steps: Tensor) -> Tensor:
-    """Gumbel-max over the tokens that the filters keep, float32 [n, V] -> [n]."""
-    best = logits.amax(dim=-1, keepdim=True)
-    # The largest becomes 0 before the division, so that no temperature, however small, overflows.
-    scaled = (logits - best).div_(rows.temperature)
-    # Gumbel noise is −log of an exponential variable.
-    scores = _filter(scaled, rows).sub(_log_exponential(rows.keys[:, None] + token_steps))
-    return torch.where(best.isfinite(), scores.argmax(dim=-1, keepdim=True), -1).squeeze(-1)
-
-
-def _filter(scaled: Tensor, rows: _Rows) -> Tensor:
-    """`scaled` [n, V] (largest 0) with −inf for what top-k, then top-p within that, then min-p exclude.
-
-    Equal logits share a fate: top-k keeps all that equal the k-th, and top-p keeps a token when the tokens more
-    probable than it hold less than `top_p` together.
-    """
-    top_k = rows.top_k.clamp(max=scaled.shape[-1])
-    if largest := int(top_k.max()):
-        kth = scaled.topk(largest, dim=-1).values.gather(-1, (top_k - 1).clamp(min=0))
-        scaled = scaled.masked_fill((scaled < kth) & (top_k > 0), -math.inf)
-    if bool((rows.top_p < 1).any()):
-        probs = scaled.softmax(dim=-1)
-        scaled = scaled.masked_fill((probs < _nucleus_floor(probs, rows.top_p)) & (rows.top_p < 1), -math.inf)
-    if bool((rows.min_p > -math.inf).any()):
-        scaled = scaled.masked_fill(scaled < rows.min_p, -math.inf)
-    return scaled
-
-
-_NUCLEUS_HEAD = 1024
-
-
-def _nucleus_floor(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Probability of the last token of the nucleus, [n, V], [n, 1] -> [n, 1]."""
-    # Few tokens hold top_p of the mass in nearly every row: sort the whole vocabulary only where they do not.
-    head = probs.topk(min(_NUCLEUS_HEAD, probs.shape[-1]), dim=-1).values.double()
-    floor = _last_within(head, top_p)
-    wide = (head.sum(dim=-1) < top_p.squeeze(-1)).nonzero().squeeze(-1)
-    if len(wide):
-        floor[wide] = _last_within(probs[wide].sort(dim=-1, descending=True).values.double(), top_p[wide])
-    return floor
-
-
-def _last_within(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """Last of the descending probabilities with less than `top_p` before it, [n, k] -> [n, 1] float32."""
-    before = ordered.cumsum(dim=-1) - ordered
-    last = (before < top_p).sum(dim=-1, keepdim=True) - 1
-    return ordered.gather(-1, last.clamp(min=0)).float()
-
-
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-
-
-def _row_keys(seed: int, positions: Tensor) -> Tensor:
-    """A hash of (seed, position) per row, int64."""
-    signed = (seed + 2**63) % 2**64 - 2**63
-    start = _mix(torch.tensor(signed, dtype=torch.int64, device=positions.device))
-    return _mix(start + (positions + 1) * _GOLDEN)
-
-
-def _log_exponential(counter: Tensor) -> Tensor:
-    """Log of a standard exponential variable per int64 counter, float32: a pure function, element by element."""
-    # Small uniforms make the winners (log1p(−w) ≈ −w), and floats are finest there. Never 0, never 1.
-    uniform = _mix(counter).float().abs_().mul_(2.0**-63).clamp_(2.0**-64, 1 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014) on int64, whose products wrap around."""
-    x = (x ^ _shift_right(x, 30)).mul_(0xBF58476D1CE4E5B9 - 2**64)
-    x ^= _shift_right(x, 27)
-    x *= 0x94D049BB133111EB - 2**64
-    x ^= _shift_right(x, 31)
-    return x
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift that fills with zeros (torch's own repeats the sign)."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
