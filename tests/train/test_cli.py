@@ -18,9 +18,9 @@ KNOBS = {
     RegenerateOptions: "target device prompts output suffix suffix_files limit temperature max_tokens max_length batch_size "
     "seed head budget",
     HeadOptions: "target device dtype data output features max_length held_out block_size layers intermediate_size attention "
-    "taps pairwise_size draft_vocab_size mask_token_id learned_mask gamma truncate marginal_weight teacher_top "
-    "teacher_temperature minutes steps anchors blocks learning_rate warmup final_rate weight_decay clip seed "
-    "checkpoint_minutes evaluate_minutes tensorboard",
+    "taps pairwise_size draft_vocab_size mask_token_id init learned_mask loss gamma truncate d_pace prefix "
+    "marginal_weight teacher_top teacher_temperature draft_temperature minutes steps anchors blocks accumulate "
+    "learning_rate warmup final_rate weight_decay clip seed checkpoint_minutes keep evaluate_minutes tensorboard",
     EvaluateOptions: "target device head prompts budgets limit max_tokens output",
 }
 

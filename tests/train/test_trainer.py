@@ -12,6 +12,7 @@ import torch
 from training_tiny import tiny_model, tiny_options, tiny_rows
 
 from jetflow_core.head import DraftHead
+from jetflow_train.checkpoint import checkpoints
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, is_held_out, spread
 from jetflow_train.features import build_features
@@ -91,6 +92,7 @@ def test_updates_below_the_rounding_step_add_up() -> None:
     masters = MasterWeights({"p": parameter})
     optimizer = torch.optim.SGD(masters.named.values(), lr=1e-4)
     for _ in range(100):  # bfloat16's step below 1 is 2⁻⁸: a hundred times 1e-4 is more, each of them is less
+        masters.clear_gradients()
         parameter.sum().backward()
         masters.collect_gradients()
         optimizer.step()
@@ -128,20 +130,23 @@ def test_a_longer_run_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
 def test_a_bad_batch_is_named_and_the_checkpoint_stays(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_options(steps=3))
     run.run()
-    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    before = (checkpoints(tmp_path / "run")[-1]).read_bytes()
     broken = trainer(tmp_path, tiny_options(steps=6))
     broken.resume()
     with torch.no_grad():
         broken.head.norm.weight.fill_(math.nan)
     with pytest.raises(ValueError, match=r"step 3: loss nan.*tiny/"):
         broken.step()
-    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+    assert (checkpoints(tmp_path / "run")[-1]).read_bytes() == before
 
 
 def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_options(steps=1, held_out=0.4))
-    seen = {row for _ in range(30) for row in run.next_batch().rows}
-    held = {number for number, row in enumerate(ROWS) if is_held_out(row.id, 0.4)}
+    position, seen = run.position, set[int]()
+    for _ in range(30):
+        draws, position = run.order.draw(position)
+        seen |= {draw.row for draw in draws}
+    held = {number for number, row in enumerate(ROWS) if is_held_out(row, 0.4)}
     assert held
     assert seen == set(range(len(ROWS))) - held
 
@@ -153,19 +158,19 @@ def test_everything_held_out_is_an_error(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     trainer(tmp_path, tiny_options(steps=2)).run()
-    path = tmp_path / "run" / "checkpoint.pt"
+    path = checkpoints(tmp_path / "run")[-1]
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"checkpoint\.pt: cannot read"):
+    with pytest.raises(ValueError, match=r"checkpoint-00000002\.pt: cannot read"):
         trainer(tmp_path, tiny_options(steps=2)).run()
     torch.save({"weights": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match=r"checkpoint\.pt: cannot read .*not one of a training run"):
+    with pytest.raises(ValueError, match=r"checkpoint-00000002\.pt: cannot read .*not one of a training run"):
         trainer(tmp_path, tiny_options(steps=2)).run()
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_options(steps=2))
     run.run()
-    path = tmp_path / "run" / "checkpoint.pt"
+    path = checkpoints(tmp_path / "run")[-1]
     state = torch.load(path, weights_only=True)
     state["head"]["norm.weight"] = torch.ones(7)
     torch.save(state, path)

@@ -1,8 +1,9 @@
 """Anchors, blocks and the packed training forward's attention.
 
 A block is `[anchor, MASK, …]` at absolute positions a, a + 1, …; slot k predicts the token at a + k from the target's
-features at positions below a. Many blocks of several documents go through the head in one call; their attention is
-computed per document over (context | own block), so no product is spent on pairs that may not see each other.
+features at positions below a. Some of the row's real tokens may stand between the anchor and the masks.
+Many blocks of several documents go through the head in one call; their attention is computed per document over
+(context | own block), so no product is spent on pairs that may not see each other.
 
 Shapes: N slots of all blocks, S context positions of all documents, n and s those of one document, b blocks of at
 most L slots, J slots that carry a loss, M teacher entries.
@@ -10,6 +11,7 @@ most L slots, J slots that carry a loss, M teacher entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -18,12 +20,17 @@ from torch import Tensor
 
 from jetflow_core.head import DraftHead
 from jetflow_core.layers import Attend
+from jetflow_train.data import Row
 from jetflow_train.features import RowFeatures
 
 
 @dataclass(frozen=True)
 class BlockRules:
-    """How blocks are drawn. `gamma` weighs slot k by exp(−(k − 1)/γ); None weighs all alike.
+    """How blocks are drawn. `gamma` weighs slot k by exp(−(k − 1)/γ); None weighs all alike; `reach` [block_size − 1], where
+    it is given, has the weights themselves, which never rise (D-PACE: the chance that a draft reaches slot k).
+
+    A block starts with j or more real tokens after its anchor with probability `prefix` to the power of j. They are
+    known, so k counts from the last of them, and they carry no loss.
 
     With `truncate`, a block is cut at random so that slot k is *present* with that probability and counts fully: the
     same expected gradient for fewer slots. It needs a causal head, whose earlier slots do not notice the cut.
@@ -34,12 +41,23 @@ class BlockRules:
     causal: bool = True
     gamma: float | None = 6.0
     truncate: bool = True
+    reach: tuple[float, ...] | None = None
+    prefix: float = 0.0
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
             raise ValueError(f"block_size {self.block_size}: a block needs its anchor and at least one slot to predict")
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"gamma {self.gamma} must be positive; leave slots unweighted with gamma = none")
+        if not 0 <= self.prefix < 1:
+            raise ValueError(f"prefix {self.prefix} must be at least 0 and below 1")
+
+    def slot_weights(self) -> Tensor:
+        """The weight of slot k, for k from 1: float64 [block_size − 1], 1 at first and never rising."""
+        if self.reach is not None:
+            return torch.tensor(self.reach, dtype=torch.float64)
+        k = torch.arange(1, self.block_size, dtype=torch.float64)
+        return torch.ones_like(k) if self.gamma is None else torch.exp(-(k - 1) / self.gamma)
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,7 @@ class BlockBatch:
     padded: Tensor  # [b, L] slot of every block place; places past a block's end repeat its anchor
     place: Tensor  # [N] place of every slot in the flattened `padded`
     slots: Tensor  # [J] slots with a loss
-    depth: Tensor  # [J] their k, from 1
+    depth: Tensor  # [J] their k, from 1: how far they lie past the block's last known token
     weight: Tensor  # [J]
     label: Tensor  # [J] the row's own token at a + k
     previous: Tensor  # [J] the row's own token at a + k − 1
@@ -85,30 +103,56 @@ class BlockBatch:
         return replace(self, documents=documents, **moved)
 
 
+def anchor_count(row: Row) -> int:
+    """How many anchors `sample_anchors` finds in the features of `row`."""
+    return sum(end - start - 1 for start, end in row.spans)
+
+
 def sample_anchors(features: RowFeatures, count: int, generator: torch.Generator) -> Tensor:
-    """Up to `count` anchor positions without replacement, ascending, among output tokens that have a successor."""
-    candidates = len(features.tokens) - 1 - features.prompt_length
-    chosen = torch.randperm(candidates, generator=generator)[:count]
-    return features.prompt_length + chosen.sort().values
+    """Up to `count` anchor positions without replacement, ascending, among tokens of a span that have a successor
+    in it.
+    """
+    candidates = torch.cat([torch.arange(start, end - 1) for start, end in features.spans])
+    chosen = torch.randperm(len(candidates), generator=generator)[:count]
+    return candidates[chosen.sort().values]
 
 
-def sample_lengths(anchors: Tensor, row_length: int, rules: BlockRules, generator: torch.Generator) -> Tensor:
-    """Slots of every block, its anchor included."""
+def sample_prefixes(anchors: Tensor, ends: Tensor | int, rules: BlockRules, generator: torch.Generator) -> Tensor:
+    """Real tokens after every block's anchor; at least one masked slot before the `ends` of their spans is left."""
+    if rules.prefix == 0:
+        return torch.zeros_like(anchors)
+    exponential = torch.empty(len(anchors), dtype=torch.float64).exponential_(generator=generator)
+    drawn = (exponential / -math.log(rules.prefix)).clamp_max(rules.block_size).long()
+    return torch.minimum(drawn, (ends - 2 - anchors).clamp_max(rules.block_size - 2))
+
+
+def sample_lengths(
+    anchors: Tensor, ends: Tensor | int, rules: BlockRules, generator: torch.Generator, prefixes: Tensor | int = 0
+) -> Tensor:
+    """Slots of every block: its anchor, its `prefixes` real tokens and the masks that are left of it; a causal block
+    stops at the `ends` of its anchor's span.
+    """
     if not rules.causal:
         return torch.full_like(anchors, rules.block_size)
     predicted = torch.full_like(anchors, rules.block_size - 1)
-    if rules.truncate and rules.gamma is not None:
-        # floor(γ·Exp(1)) + 1 reaches k with probability exp(−(k − 1)/γ).
-        exponential = torch.empty(len(anchors), dtype=torch.float64).exponential_(generator=generator)
-        predicted = torch.minimum(predicted, (rules.gamma * exponential).long() + 1)
-    return 1 + torch.minimum(predicted, row_length - 1 - anchors)
+    if rules.truncate:
+        drawn = torch.rand(len(anchors), 1, dtype=torch.float64, generator=generator)
+        predicted = (rules.slot_weights() > drawn).sum(1)
+    return 1 + torch.minimum(prefixes + predicted, (ends - 1 - anchors).clamp_max(rules.block_size - 1))
 
 
 def pack_blocks(
-    items: Sequence[tuple[RowFeatures, Tensor, Tensor]], rules: BlockRules, device: torch.device
+    items: Sequence[tuple[RowFeatures, Tensor, Tensor]],
+    rules: BlockRules,
+    device: torch.device,
+    prefixes: Sequence[Tensor] | None = None,
 ) -> BlockBatch:
-    """Pack (features, anchors, block lengths) of several documents, all on the CPU, into one batch on `device`."""
-    parts = [_pack_document(features, anchors, lengths, rules) for features, anchors, lengths in items]
+    """Pack (features, anchors, block lengths) of several documents, all on the CPU, into one batch on `device`.
+
+    `prefixes` has the blocks' real tokens after the anchor, document by document; None is none.
+    """
+    known = [torch.zeros_like(anchors) for _, anchors, _ in items] if prefixes is None else prefixes
+    parts = [_pack_document(*item, prefix, rules) for item, prefix in zip(items, known, strict=True)]
     lengths = torch.cat([lengths for _, _, lengths in items])
     offset = lengths.cumsum(0) - lengths
     step = torch.arange(int(lengths.max()))
@@ -157,22 +201,24 @@ class _Part:
     teacher_logp: Tensor
 
 
-def _pack_document(features: RowFeatures, anchors: Tensor, lengths: Tensor, rules: BlockRules) -> _Part:
+def _pack_document(
+    features: RowFeatures, anchors: Tensor, lengths: Tensor, prefixes: Tensor, rules: BlockRules
+) -> _Part:
     tokens = features.tokens
     anchor = anchors.repeat_interleave(lengths)
     depth = torch.arange(len(anchor)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     positions = anchor + depth
-    # Slot 0 holds the known anchor; past the row's end there is nothing to learn from.
-    with_loss = ((depth > 0) & (positions < len(tokens))).nonzero()[:, 0]
-    target, k = positions[with_loss], depth[with_loss]
-    weight = torch.ones(len(k))
-    if rules.gamma is not None and not (rules.truncate and rules.causal):
-        weight = torch.exp(-(k - 1) / rules.gamma)
+    ahead = depth - prefixes.repeat_interleave(lengths)
+    # What is known needs no prediction; past the end of the anchor's span nothing is the target's to say.
+    with_loss = ((ahead > 0) & (positions < features.ends(anchor))).nonzero()[:, 0]
+    target, k = positions[with_loss], ahead[with_loss]
+    cut = rules.truncate and rules.causal  # then the slots that are left count alike
+    weight = torch.ones(len(k)) if cut else rules.slot_weights()[k - 1].float()
     context = int(anchors.max())
     output = target - features.prompt_length
     return _Part(
         taps=features.taps[:context],
-        input_ids=torch.where(depth == 0, tokens[anchor], rules.mask_token_id),
+        input_ids=torch.where(ahead <= 0, tokens[positions.clamp_max(len(tokens) - 1)], rules.mask_token_id),
         positions=positions,
         visible=torch.arange(context) < anchor[:, None],
         slots=with_loss,

@@ -20,6 +20,7 @@ from jetflow_train.config import (
     option_fields,
     read_section,
 )
+from jetflow_train.distributed import launched
 from jetflow_train.evaluate import evaluate
 from jetflow_train.plots import NO_PLOT, can_plot, draw_training
 from jetflow_train.recipe import run_recipe, train_head
@@ -78,13 +79,18 @@ def _flags(command: str | None, parsed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> None:
+    if launched() and command != "head":
+        raise ValueError(
+            "torchrun starts many processes, and only `head` shares its work among them; run this one alone"
+        )
     with Bars() as bars:
         if command == "regenerate":
-            made = regenerate(load_options(RegenerateOptions, config, flags), bars.rows)
+            made = regenerate(load_options(RegenerateOptions, config, flags), bars.rows, bars.note)
             bars.say(f"{made} new rows")
         elif command == "head":
             path = train_head(load_options(HeadOptions, config, _with_length(flags, config)), bars.progress())
-            bars.say(f"{plot_line(path.parent)}\nhead: {path}")
+            if path is not None:
+                bars.say(f"{plot_line(path.parent)}\nhead: {path}")
         elif command == "evaluate":
             bars.say(evaluation_report(evaluate(load_options(EvaluateOptions, config, flags), bars.decoding)))
         else:
@@ -178,7 +184,7 @@ def _add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     for name, annotation, default, text in option_fields(kind):
         flag = "--" + name.replace("_", "-")
         shown = "" if default is None or default == () else f" (default: {_shown(default)})"
-        if annotation is bool:
+        if annotation in (bool, bool | None):
             parser.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text + shown
             )

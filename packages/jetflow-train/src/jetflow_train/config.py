@@ -9,7 +9,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-Options = TypeVar("Options", "RegenerateOptions", "HeadOptions", "EvaluateOptions")
+from jetflow_train.losses import LOSSES
+
+Options = TypeVar("Options", "RegenerateOptions", "HeadOptions", "EvaluateOptions", "AblateOptions")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -22,18 +24,40 @@ class RegenerateOptions:
 
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
     device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
-    prompts: tuple[str, ...] = _option((), "JSONL prompt files with `id` and `turns` (default: the packaged samples)")
+    prompts: tuple[str, ...] = _option((), "JSONL files of `turns`, `messages` or `prompt` (default: the packaged samples)")
     output: str = _option("jetflow-run/rows.jsonl", "JSONL file of rows; rows that it already has are not made again")
     suffix: str = _option("", "text appended to every prompt of the files named in suffix_files")
     suffix_files: tuple[str, ...] = _option((), "prompt files (of `prompts`) that get the suffix")
     limit: int | None = _option(None, "at most this many prompts of each file")
-    temperature: tuple[float, ...] = _option((0.0,), "temperatures; every prompt is answered once at each")
+    temperature: tuple[float, ...] = _option((0.0,), "temperatures; every prompt is answered at each")
+    samples: int = _option(1, "answers to a prompt at each temperature above 0")
+    top_p: float = _option(1.0, "sample from the likeliest tokens of this mass")
+    top_k: int = _option(0, "sample from so many likeliest tokens; 0: from all")
+    thinking: bool | None = _option(None, "the chat template's enable_thinking, recorded in the rows (default: its own way)")
     max_tokens: int = _option(192, "longest answer, in tokens")
     max_length: int = _option(1024, "longest prompt and answer together, in tokens")
-    batch_size: int = _option(8, "answers generated at a time")
+    batch_size: int = _option(8, "answers generated, or asked of the endpoint, at a time")
     seed: int = _option(0, "seed of sampled answers")
     head: str | None = _option(None, "draft head that speeds the answers up; it does not change them")
     budget: int = _option(8, "node budget with a head")
+    endpoint: str | None = _option(None, "let an OpenAI-compatible endpoint answer that serves the target: http://host:port/v1")
+    endpoint_model: str | None = _option(None, "the target's name there (default: the first that it lists)")
+    api_key_file: str | None = _option(None, "file with the endpoint's API key")
+    retries: int = _option(6, "tries after a busy, broken or unreachable endpoint, with growing waits between them")
+    timeout: float = _option(600.0, "seconds to wait for an answer of the endpoint")
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.retries < 0:
+            raise ValueError(f"retries {self.retries} must be at least 0")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout {self.timeout} must be positive")
+        if self.endpoint is None and (self.endpoint_model is not None or self.api_key_file is not None):
+            raise ValueError("endpoint_model and api_key_file need an endpoint")
+        if self.endpoint is not None and self.head is not None:
+            raise ValueError("an endpoint drafts with its own head: leave out head, or endpoint")
 
 
 @dataclass(frozen=True)
@@ -43,11 +67,13 @@ class HeadOptions:
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
     device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
     dtype: str = _option("auto", "the head's precision beside float32 master weights: auto, float32 or bfloat16")
-    data: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of regenerated rows")
+    data: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of regenerated rows, or of a corpus: messages, prompt and response, text")
     output: str = _option("jetflow-run", "folder of checkpoint, metrics and, in head/, the exported head")
     features: str | None = _option(None, "folder of cached target features (default: OUTPUT/features)")
+    online: bool = _option(False, "compute target features at every visit of a row instead of caching them on disk")
+    target_dtype: str = _option("auto", "the target's precision: auto (its own where the hardware has it), float32 or bfloat16")
     max_length: int = _option(1024, "rows are cut at this many tokens; a longer prompt is refused")
-    held_out: float = _option(0.03, "share of prompts kept for evaluation, chosen by a hash of their id")
+    held_out: float = _option(0.03, "share of prompts kept for evaluation, chosen by a hash of their content")
     # The head.
     block_size: int = _option(10, "slots of a block: the anchor and the drafted depths")
     layers: int = _option(3, "draft layers")
@@ -57,18 +83,29 @@ class HeadOptions:
     pairwise_size: int = _option(256, "inner width of the branch conditioning MLP; 0 trains without conditioning")
     draft_vocab_size: int | None = _option(8192, "score only the most frequent tokens; none scores all")
     mask_token_id: int | None = _option(None, "target id that marks mask slots (default: the table's last row)")
+    init: str | None = _option(
+        None, "folder or hub id of a head of the same shape to start from, with its draft vocabulary"
+    )
     learned_mask: bool = _option(True, "learn an embedding for mask slots instead of using the target's row")
     # The objective.
+    loss: str = _option(
+        "forward_kl",
+        "what is minimised: forward_kl, reverse_kl, cross_entropy (of the target's argmax) or total_variation",
+    )
     gamma: float | None = _option(6.0, "slot k counts exp(-(k-1)/gamma); none counts all slots alike")
     truncate: bool = _option(True, "realise the slot weights by cutting causal blocks at random, which is cheaper")
+    d_pace: bool = _option(False, "slot k counts as drafts reach it, as measured so far; gamma is where that starts")
+    prefix: float = _option(0.0, "chance that one more real token stands between a block's anchor and its masks")
     marginal_weight: float = _option(0.4, "weight of the unconditioned loss beside the conditioned one")
     teacher_top: int = _option(64, "teacher entries kept for each position")
     teacher_temperature: float = _option(1.0, "temperature of the teacher's distribution")
+    draft_temperature: float = _option(1.0, "temperature of the head's distribution in the loss")
     # The optimisation.
     minutes: float | None = _option(None, "train for this long; drives the schedule by time")
     steps: int | None = _option(None, "train for this many steps; drives the schedule by steps")
     anchors: int = _option(32, "blocks drawn from a document at each visit")
-    blocks: int = _option(96, "blocks of an optimiser step")
+    blocks: int = _option(96, "blocks of an optimiser step, over all ranks")
+    accumulate: int = _option(1, "micro-batches that every rank computes its share of those blocks in")
     learning_rate: float = _option(1e-3, "peak learning rate of AdamW")
     warmup: float = _option(0.04, "share of the run with a rising learning rate")
     final_rate: float = _option(0.1, "share of the peak learning rate that the cosine ends at")
@@ -76,7 +113,9 @@ class HeadOptions:
     clip: float = _option(1.0, "largest gradient norm")
     seed: int = _option(0, "seed of initial weights, data order and anchors")
     checkpoint_minutes: float = _option(3.0, "time between checkpoints")
+    keep: int = _option(2, "newest checkpoints to keep")
     evaluate_minutes: float = _option(10.0, "time between held-out evaluations")
+    tensorboard: bool = _option(False, "write the metrics for TensorBoard too (needs its package)")
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
@@ -85,10 +124,14 @@ class HeadOptions:
             raise ValueError(f"attention {self.attention!r} is unknown: use causal or bidirectional")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out {self.held_out} must be at least 0 and below 1")
-        for name in ("layers", "taps", "anchors", "blocks", "teacher_top"):
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss {self.loss!r} is unknown: use one of {', '.join(LOSSES)}")
+        if not 0 <= self.prefix < 1:
+            raise ValueError(f"prefix {self.prefix} must be at least 0 and below 1")
+        for name in ("layers", "taps", "anchors", "blocks", "teacher_top", "accumulate", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        for name in ("minutes", "steps", "learning_rate", "clip", "teacher_temperature"):
+        for name in ("minutes", "steps", "learning_rate", "clip", "teacher_temperature", "draft_temperature"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} {value} must be positive")
@@ -108,6 +151,36 @@ class EvaluateOptions:
     limit: int = _option(8, "prompts of each workload")
     max_tokens: int = _option(96, "tokens generated for each prompt")
     output: str | None = _option(None, "JSON file for the results")
+
+
+@dataclass(frozen=True)
+class AblateOptions:
+    """`jetflow-train ablate`: train heads that differ in one thing and compare their τ; [head] of the file is what they share."""
+
+    target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
+    regenerated: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of the target's own answers")
+    corpus: tuple[str, ...] = _option(
+        (), "JSONL files of other answers to the same prompts; without them data is not compared"
+    )
+    output: str = _option("jetflow-ablation", "folder of the heads, the table and the plot")
+    only: tuple[str, ...] = _option((), "names of the variants to compare (default: all)")
+    steps: int = _option(400, "train each for this many steps")
+    minutes: float | None = _option(None, "train each for this long instead")
+    budgets: tuple[int, ...] = _option((8, 32, 128), "node budgets")
+    rows: int = _option(12, "held-out greedy rows of each data set that decoding is replayed on")
+    row_tokens: int = _option(96, "tokens of each of them")
+    decode: bool = _option(True, "decode workloads with every head too")
+    prompts: tuple[str, ...] = _option((), "JSONL workloads with `id` and `turns` (default: the packaged samples)")
+    limit: int = _option(6, "prompts of each workload")
+    max_tokens: int = _option(64, "tokens generated for each prompt")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rows", "row_tokens", "limit", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if not self.budgets or min(self.budgets) < 1:
+            raise ValueError(f"budgets {list(self.budgets)}: at least one, each of at least 1 node")
 
 
 def load_options(
@@ -137,7 +210,7 @@ def read_section(kind: type[Any], file: Path | None) -> dict[str, Any]:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot read this configuration ({error})") from error
-    known_sections = {section_name(each) for each in (RegenerateOptions, HeadOptions, EvaluateOptions)}
+    known_sections = {section_name(each) for each in (RegenerateOptions, HeadOptions, EvaluateOptions, AblateOptions)}
     if unknown := document.keys() - known_sections:
         raise ValueError(f"{file}: section [{min(unknown)}] is unknown; there are {', '.join(sorted(known_sections))}")
     section = document.get(section_name(kind), {})

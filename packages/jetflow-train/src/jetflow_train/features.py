@@ -1,6 +1,7 @@
 """Target features of every row: computed once and read back through memory maps, or computed at every visit.
 
-Both ways give the same values, in the precision that is stored. A store is a folder of shards. Each shard holds consecutive rows, end to end:
+Both ways give the same values, in the precision that is stored. A store is a folder of shards. Each shard holds consecutive
+rows, end to end:
 
     shard-00000/index.json       row numbers, token counts, prompt lengths, ranges without loss
     shard-00000/tokens.npy       int32 [T]        prompt and output ids
@@ -34,6 +35,7 @@ from jetflow_core.layers import Attend
 from jetflow_core.model import Decoder
 from jetflow_train.chats import Span
 from jetflow_train.data import Row, counted_spans, rows_fingerprint
+from jetflow_train.distributed import ALONE, Ranks, SharedTarget
 
 ROWS_PER_SHARD = 64
 # Rows are joined into one pass up to so many tokens, which fills a GPU. A CPU is busy with one row.
@@ -80,12 +82,19 @@ class Features(Protocol):
         """Look for rows that have features since; return `len`."""
         ...
 
+    def follow(self) -> None:
+        """To be called by every rank when it needs no more features for now: see `SharedTarget.follow`."""
+        ...
+
 
 class OnlineFeatures:
-    """Features computed by `model` whenever a row is visited; nothing is kept."""
+    """Features computed by `model` whenever a row is visited; nothing is kept. `ranks` share the target's layers."""
 
-    def __init__(self, model: Decoder, rows: Sequence[Row], tap_layers: Sequence[int], top: int) -> None:
+    def __init__(
+        self, model: Decoder, rows: Sequence[Row], tap_layers: Sequence[int], top: int, ranks: Ranks = ALONE
+    ) -> None:
         _check_top(model, top)
+        self._target = SharedTarget(model, ranks)
         self._model, self._rows, self._taps, self._top = model, rows, tuple(tap_layers), top
 
     def __len__(self) -> int:
@@ -107,6 +116,10 @@ class OnlineFeatures:
     def refresh(self) -> int:
         """All rows are there from the start."""
         return len(self)
+
+    def follow(self) -> None:
+        """Make the passes with the other ranks that they still need."""
+        self._target.follow()
 
 
 def target_fingerprint(model: Decoder) -> str:
@@ -161,6 +174,9 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def follow(self) -> None:
+        """Stored features need nobody."""
+
     def __getitem__(self, index: int) -> RowFeatures:
         shard, position = self._rows[index]
         return self._shards[shard].row(position)
@@ -213,8 +229,11 @@ def build_features(
     tap_layers: Sequence[int],
     top: int,
     on_row: Callable[[], object] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> FeatureStore:
     """Compute what is missing from the store at `path` and open it. `on_row` is called once per row, present or new.
+
+    `ranks` share the shards that are missing, and from then on the target's layers (`SharedTarget`). They need one folder.
 
     Raises ValueError when the folder cannot be written, is damaged or belongs to another target or other rows, and for
     more teacher entries than the vocabulary has.
@@ -223,16 +242,20 @@ def build_features(
     fingerprint = store_fingerprint(model, rows, tap_layers, top)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not (path / "meta.json").exists():
+        if ranks.leads and not (path / "meta.json").exists():
             replace_file(path / "meta.json", json.dumps(fingerprint, indent=1).encode())
     except OSError as error:
         raise ValueError(f"{path}: cannot write features ({error})") from error
+    ranks.wait()
     store = FeatureStore(path, fingerprint)
     for _ in range(len(store)):
         on_row()
-    for start in range(len(store), len(rows), ROWS_PER_SHARD):
+    target = SharedTarget(model, ranks)
+    for start in range(len(store), len(rows), ROWS_PER_SHARD)[ranks.rank :: ranks.world]:
         numbered = list(enumerate(rows))[start : start + ROWS_PER_SHARD]
         shard = path / f"shard-{start // ROWS_PER_SHARD:05d}"
+        if shard.is_dir():  # another rank's, from before an interrupt
+            continue
         try:
             _write_shard(shard, model, numbered, tap_layers, top, on_row)
         except OSError as error:
@@ -240,6 +263,7 @@ def build_features(
             raise ValueError(
                 f"{shard}: cannot write features ({error}); what was made before is kept, and the same command goes on"
             ) from error
+    target.follow()
     store.refresh()
     return store
 

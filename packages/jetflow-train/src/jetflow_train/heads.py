@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 
@@ -56,6 +57,26 @@ def new_head(
         head = DraftHead(config, *target_tables(model, dtype), vocabulary)
         head.reset_parameters()
     return head.to(model.embed.device, dtype).float_tables()
+
+
+def continued_head(path: str, model: Decoder, config: HeadConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
+    """The head of folder or hub id `path`, with its own draft vocabulary, to be trained on.
+
+    Raises ValueError naming what differs when it is not of the shape `config`.
+    """
+    stored = DraftHead.load(path, *target_tables(model, dtype))
+    for each in fields(HeadConfig):
+        had, wanted = getattr(stored.config, each.name), getattr(config, each.name)
+        if had != wanted and each.name not in (
+            "rope",
+            "max_position_embeddings",
+        ):  # the target's, however spelled there
+            raise ValueError(
+                f"init {path}: that head has {each.name} = {had!r}, this run makes {wanted!r}; change one of them"
+            )
+    head = DraftHead(config, *target_tables(model, dtype), stored.draft_vocab).to(model.embed.device, dtype)
+    head.load_state_dict(stored.state_dict())
+    return head.float_tables()
 
 
 def target_tables(model: Decoder, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

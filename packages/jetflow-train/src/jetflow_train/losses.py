@@ -1,21 +1,24 @@
-"""Distillation losses against a sparse teacher.
+"""What training minimises: a divergence from a sparse teacher, slot by slot, and how much each slot counts.
 
 The teacher keeps the target's M likeliest tokens at each position. At temperature τ it is p ∝ exp(logp / τ) over
 those M (at τ = 1 the target's own probabilities, the tail left out); entries outside the draft vocabulary cannot be
-drafted and are dropped *without* renormalising. The forward KL is then Σ_i p_i (log p_i − log q_i) with gradient
-(Σp)·q − p on the logits: its minimum is q = p / Σp, and a position counts as much as its mass lies inside the draft
-vocabulary.
+drafted and are dropped *without* renormalising. The divergences themselves are `jetflow_triton.distill_loss`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-ROWS_PER_CHUNK = 128
+import jetflow_triton as ops
+from jetflow_triton.distill import Kind
+
+LOSSES: tuple[str, ...] = get_args(Kind)
+FORGET = 0.9  # share of the acceptance measured so far that the next measurement leaves
+PRIOR_SLOTS = 100.0  # slots' worth of evidence that the acceptance assumed at the start counts
 
 
 @dataclass(frozen=True)
@@ -46,37 +49,60 @@ def sparse_teacher(ids: Tensor, logp: Tensor, index: Tensor, temperature: float)
     return Teacher(drafted.clamp_min(0), torch.where(drafted < 0, 0.0, probs))
 
 
-def forward_kl(hidden: Tensor, rows: Tensor, teacher: Teacher, weight: Tensor) -> Tensor:
-    """Σ_j weight_j · KL(teacher_j ‖ softmax(rows · hidden_j)), a float32 scalar, for hidden [J, C] and frozen LM-head
-    `rows` [V', C].
+@dataclass(frozen=True)
+class Divergence:
+    """Σ_j weight_j · D(teacher_j, head_j), by `kind` (one of `LOSSES`).
 
-    The gradient reaches `hidden` only. Logits live for `ROWS_PER_CHUNK` positions at a time, and are used for value and
-    gradient while in the cache.
+    `temperature` divides the head's logits, `teacher_temperature` the teacher's log-probabilities. The value is multiplied
+    by temperature², so that its gradient keeps its size (Hinton et al. 2015).
     """
-    loss: Tensor = _ForwardKL.apply(hidden, rows, teacher.ids, teacher.probs, weight)  # pyright: ignore[reportAssignmentType]
-    return loss
+
+    kind: Kind
+    temperature: float = 1.0
+    teacher_temperature: float = 1.0
+
+    def __call__(self, hidden: Tensor, rows: Tensor, ids: Tensor, logp: Tensor, weight: Tensor) -> Tensor:
+        """A float32 scalar for `hidden` [J, C], frozen LM-head `rows` [V', C] in its dtype, the teacher's draft `ids` [J, M]
+        (−1: not draftable) with log-probabilities `logp` [J, M], and `weight` [J]. The gradient reaches `hidden` only.
+        """
+        value = ops.distill_loss(
+            hidden,
+            rows,
+            teacher_ids=ids,
+            teacher_logprobs=logp,
+            kind=self.kind,
+            temperature=self.temperature,
+            teacher_temperature=self.teacher_temperature,
+            weights=weight,
+        )
+        return value * self.temperature**2
 
 
-class _ForwardKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, rows: Tensor, ids: Tensor, probs: Tensor, weight: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        gradient = torch.empty_like(hidden)
-        for start in range(0, len(hidden), ROWS_PER_CHUNK):
-            part = slice(start, start + ROWS_PER_CHUNK)
-            p, w = probs[part], weight[part]
-            logits = torch.nn.functional.linear(hidden[part], rows).float()
-            normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
-            log_q = logits.gather(1, ids[part]) - normaliser
-            total += (w[:, None] * (torch.xlogy(p, p) - p * log_q)).sum()
-            q = logits.sub_(normaliser).exp_()
-            q *= (w * p.sum(dim=-1))[:, None]
-            q.scatter_add_(1, ids[part], -(w[:, None] * p))
-            gradient[part] = q.to(hidden.dtype) @ rows
-        ctx.save_for_backward(gradient)
-        return total
+class SlotAcceptance:
+    """How often the head's likeliest token at slot k is the target's, for each k from 1: a forgetting average.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grads[0], None, None, None, None
+    Slots that were hardly seen keep what was assumed of them: exp(−1/γ), which makes `reach` start as the weights of γ.
+    """
+
+    def __init__(self, slots: int, gamma: float | None) -> None:
+        self._prior = torch.tensor(-1.0 / gamma if gamma else 0.0, dtype=torch.float64).exp()
+        self.counts = torch.zeros(2, slots, dtype=torch.float64)  # hits, seen
+
+    def add(self, counts: Tensor) -> None:
+        """Take in new `counts` [2, slots] of hits and slots seen."""
+        self.counts = FORGET * self.counts + counts.to(self.counts)
+
+    def reach(self) -> tuple[float, ...]:
+        """The chance that every slot before k is accepted, for k from 1: 1, a₁, a₁a₂, …"""
+        hits, seen = self.counts
+        accepted = (hits + PRIOR_SLOTS * self._prior) / (seen + PRIOR_SLOTS)
+        return (1.0, *accepted[:-1].cumprod(0).tolist())
+
+
+@torch.no_grad()
+def slot_hits(hidden: Tensor, rows: Tensor, best: Tensor, depth: Tensor, slots: int) -> Tensor:
+    """Counts [2, slots] for `SlotAcceptance` of `hidden` [J, C] at `depth` [J] from 1, whose right draft ids are `best` [J]."""
+    _, drafted, _ = ops.topk_logprobs(hidden, rows, 1)
+    where = depth - 1
+    hits = torch.bincount(where, (drafted[:, 0] == best).double(), minlength=slots)
+    return torch.stack([hits, torch.bincount(where, minlength=slots).double()]).cpu()

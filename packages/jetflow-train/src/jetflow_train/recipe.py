@@ -7,15 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetflow_core.model import load_model
+from jetflow_core.model import Decoder, build_model
+from jetflow_core.weights import open_checkpoint
 from jetflow_train.checkpoint import export_head
 from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions
 from jetflow_train.data import Row, read_rows, spread
-from jetflow_train.evaluate import Measurement, evaluate
-from jetflow_train.features import build_features
-from jetflow_train.heads import head_config, new_head, target_tables, training_dtype
+from jetflow_train.distributed import ALONE, Ranks, joined
+from jetflow_train.evaluate import Evaluation, evaluate
+from jetflow_train.features import Features, OnlineFeatures, build_features
+from jetflow_train.heads import continued_head, head_config, new_head, target_tables, training_dtype
+from jetflow_train.record import training_record, write_record
 from jetflow_train.regenerate import regenerate
 from jetflow_train.targets import target_path
+from jetflow_train.tensorboard import require_tensorboard, scalar_log
 from jetflow_train.trainer import Trainer
 
 
@@ -23,52 +27,89 @@ from jetflow_train.trainer import Trainer
 class Progress:
     """Where the commands tell of their progress; a silent one by default."""
 
+    stage: Callable[[str], object] = lambda text: None
     rows: Callable[[int, int, int], object] = lambda done, total, tokens: None
+    note: Callable[[str], object] = lambda text: None
     features: Callable[[int, int], object] = lambda done, total: None
     training: Callable[[Trainer, dict[str, Any] | None], object] = lambda trainer, record: None
     decoding: Callable[[int, int], object] = lambda done, total: None
 
 
-def prepare(options: HeadOptions, progress: Progress) -> Trainer:
-    """Target, rows, features and a fresh head, ready to run (or to resume from the output folder's checkpoint)."""
-    model = load_model(target_path(options.target), "float32", options.device)
+def prepare(options: HeadOptions, progress: Progress, ranks: Ranks = ALONE) -> Trainer:
+    """Target, rows, features and a fresh head (or `init`), ready to run or to resume from the output folder's checkpoint."""
+    if options.tensorboard:
+        require_tensorboard()  # before the work, not after it
+    checkpoint = open_checkpoint(target_path(options.target))
+    model = build_model(checkpoint, options.target_dtype, ranks.device(options.device))
     limit = min(options.max_length, model.config.max_position_embeddings)
-    rows = spread(read_rows([Path(file) for file in options.data], model.config.vocab_size, limit))
+    files = [Path(file) for file in options.data]
+    rows = spread(read_rows(files, model.config.vocab_size, limit, checkpoint.tokenizer))
+    return new_trainer(model, rows, options, progress, ranks)
+
+
+def new_trainer(
+    model: Decoder, rows: list[Row], options: HeadOptions, progress: Progress, ranks: Ranks = ALONE
+) -> Trainer:
+    """Features of `rows` and a fresh head (or `init`) for `model`: a run that has not begun."""
     config = head_config(model, options)
     dtype = training_dtype(options.dtype, model.embed.device)
-    head = new_head(model, config, rows, options.seed, dtype)
-    store = build_features(
-        Path(options.features) if options.features else Path(options.output) / "features",
-        model,
-        rows,
-        config.target_layer_ids,
-        options.teacher_top,
-        _counter(progress, rows),
-    )
-    return Trainer(head, target_tables(model, dtype), store, rows, options)
+    if options.init is None:
+        head = new_head(model, config, rows, options.seed, dtype)
+    else:
+        head = continued_head(options.init, model, config, dtype)
+    wanted = model, rows, config.target_layer_ids, options.teacher_top
+    if options.online:
+        store: Features = OnlineFeatures(*wanted)
+    else:
+        folder = Path(options.features) if options.features else Path(options.output) / "features"
+        store = build_features(folder, *wanted, _counter(progress, rows), ranks)
+    return Trainer(head, target_tables(model, dtype), store, rows, options, ranks)
 
 
-def train_head(options: HeadOptions, progress: Progress) -> Path:
-    """Train, and return the folder of the exported head."""
-    trainer = prepare(options, progress)
-    trainer.run(progress.training)
-    return trainer.output / "head"
+def train_head(options: HeadOptions, progress: Progress) -> Path | None:
+    """Train, together with the other processes that `torchrun` started; the folder of the exported head (None on all
+    ranks but the first).
+    """
+    with joined(options.device) as ranks:
+        if not ranks.leads:
+            prepare(options, Progress(), ranks).run()
+            return None
+        return run_training(prepare(options, progress, ranks), progress)
+
+
+def run_training(trainer: Trainer, progress: Progress) -> Path:
+    """Run `trainer` to its end; the head's folder, with the record of what it was trained on and how it did."""
+    head, options = trainer.output / "head", trainer.options
+    recorded = False
+
+    def tell(trainer: Trainer, record: dict[str, Any] | None) -> None:
+        nonlocal recorded
+        measured = record if record is not None and "loss" not in record else None
+        if measured is not None or not recorded:  # not before a step was made: the folder may be another run's
+            write_record(head, training_record(trainer.rows, options, measured))
+            recorded = True
+        if record is not None:
+            log(record)
+        progress.training(trainer, record)
+
+    with scalar_log(trainer.output / "tensorboard", options.tensorboard) as log:
+        trainer.run(tell)
+    return head
 
 
 def run_recipe(
     regenerating: RegenerateOptions, training: HeadOptions, evaluating: EvaluateOptions, progress: Progress
-) -> tuple[list[Measurement], list[Measurement], Path]:
-    """Regenerate, train and evaluate; (measurements before training, after it, the head's folder)."""
-    regenerate(regenerating, progress.rows)
+) -> tuple[Evaluation, Evaluation, Path]:
+    """Regenerate, train and evaluate; (evaluation of the untrained head at the first budget, of the trained one, its folder)."""
+    regenerate(regenerating, progress.rows, progress.note)
     trainer = prepare(training, progress)
     untrained = trainer.output / "untrained-head"
     export_head(untrained, trainer.head)  # a checkpoint is loaded later, by run
-    trainer.run(progress.training)
+    head = run_training(trainer, progress)
     del trainer
-    budgets = tuple(budget for budget in evaluating.budgets if budget)
-    before = evaluate(replace(evaluating, head=str(untrained), budgets=budgets[:1], output=None), progress.decoding)
-    after = evaluate(evaluating, progress.decoding)
-    return before, after, Path(training.output) / "head"
+    drafting = next((budget for budget in evaluating.budgets if budget), 0)
+    before = replace(evaluating, head=str(untrained), budgets=tuple(dict.fromkeys((0, drafting))), output=None)
+    return evaluate(before, progress.decoding), evaluate(evaluating, progress.decoding), head
 
 
 def _counter(progress: Progress, rows: list[Row]) -> Callable[[], None]:

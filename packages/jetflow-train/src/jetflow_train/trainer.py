@@ -1,48 +1,58 @@
-"""The training loop: blocks in, forward KL on conditioned and marginal logits, AdamW, checkpoints, held-out measures.
+"""The training loop: blocks in, a divergence on conditioned and marginal logits, AdamW, checkpoints, held-out measures.
 
-Everything random is drawn from generators keyed by (seed, epoch, row), so the position (epoch, cursor) is all that a
-resumed run needs to go on with the same blocks. The schedule follows the share of the run that is done: steps of
-`steps`, or minutes of `minutes`.
+Everything random is drawn from generators keyed by (seed, epoch, row), so the position is all that a resumed run needs
+to go on with the same blocks. The schedule follows the share of the run that is done: steps of `steps`, or minutes of
+`minutes`. A step's documents are dealt out to ranks and micro-batches, and its loss is one weighted mean over all of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from jetflow_core.head import DraftHead
-from jetflow_train.blocks import BlockBatch, BlockRules, block_hidden, pack_blocks, sample_anchors, sample_lengths
-from jetflow_train.checkpoint import export_head, load_checkpoint, save_checkpoint
+from jetflow_train.blocks import (
+    BlockBatch,
+    BlockRules,
+    block_hidden,
+    pack_blocks,
+    sample_anchors,
+    sample_lengths,
+    sample_prefixes,
+)
+from jetflow_train.checkpoint import checkpoints, export_head, load_checkpoint, save_checkpoint
 from jetflow_train.config import HeadOptions
-from jetflow_train.data import Row, is_held_out
-from jetflow_train.features import FeatureStore, RowFeatures
-from jetflow_train.losses import draft_index, forward_kl, sparse_teacher
+from jetflow_train.data import Row
+from jetflow_train.distributed import ALONE, Ranks, deal
+from jetflow_train.features import Features, RowFeatures
+from jetflow_train.losses import Divergence, Kind, SlotAcceptance, draft_index, slot_hits
 from jetflow_train.masters import MasterWeights
+from jetflow_train.order import DataOrder, Draw, Position
 from jetflow_train.simulate import forced_metrics, replayed_tau
 
 FORCED_ROWS, FORCED_ANCHORS = 24, 8
 REPLAYED_ROWS, REPLAYED_TOKENS, REPLAYED_BUDGETS = 8, 48, (8, 32)
+MAIN_BUDGET = REPLAYED_BUDGETS[-1]  # `best/` is the best head at this one
 STEPS_PER_LOG = 20
+STEPS_PER_ACCEPTANCE = 8  # under D-PACE: a measurement costs another product with the LM head
 
 
-@dataclass
-class Position:
-    """Where a run stands: everything but weights and optimiser that the next step depends on."""
+@dataclass(frozen=True)
+class StepTotals:
+    """What one step's blocks add up to, over ranks and micro-batches, before it is divided by `weight`."""
 
-    step: int = 0
-    elapsed: float = 0.0  # seconds of the run so far, earlier sessions included
-    epoch: int = 0
-    epoch_rows: int = 0  # rows that were available when the epoch began
-    cursor: int = 0  # next document in the epoch's order
-    blocks: int = 0  # blocks seen
+    conditional: float
+    marginal: float
+    weight: float
 
 
 def learning_rate(progress: float, options: HeadOptions) -> float:
@@ -58,31 +68,43 @@ class Trainer:
     """Trains `head` on the rows of `store` that are not held out. `rows` are the store's rows, in order.
 
     `tables` are the target's input table and LM head [V, C] in the head's dtype; optimiser and checkpoints keep float32 master
-    weights beside a head of another dtype. Raises ValueError for an output folder that cannot be written or whose
-    checkpoint belongs to another run.
+    weights beside a head of another dtype. All `ranks` step together; the first of them writes and measures.
+    Raises ValueError for an output folder that cannot be written or whose checkpoint belongs to another run.
     """
 
     def __init__(
-        self, head: DraftHead, tables: tuple[Tensor, Tensor], store: FeatureStore, rows: list[Row], options: HeadOptions
+        self,
+        head: DraftHead,
+        tables: tuple[Tensor, Tensor],
+        store: Features,
+        rows: list[Row],
+        options: HeadOptions,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.head, self.store, self.rows, self.options = head, store, rows, options
+        self.head, self.store, self.rows, self.options, self.ranks = head, store, rows, options, ranks
         self.output = Path(options.output)
         self.rules = BlockRules(
-            options.block_size, head.config.mask_token_id, head.config.causal, options.gamma, options.truncate
+            options.block_size,
+            head.config.mask_token_id,
+            head.config.causal,
+            options.gamma,
+            options.truncate,
+            prefix=options.prefix,
         )
+        self.position = Position()
+        self._whole = True  # no step is half done
         self._device = head.norm.weight.device
         self._index = draft_index(head.draft_vocab, head.config.vocab_size, self._device)
         self._tables, lm_head = tables, tables[1]
         self._lm_rows = lm_head if head.draft_vocab is None else lm_head[head.draft_vocab]
+        self._divergence = Divergence(
+            cast("Kind", options.loss), options.draft_temperature, options.teacher_temperature
+        )
+        self._acceptance = SlotAcceptance(options.block_size - 1, options.gamma)
         self._masters = MasterWeights({name: p for name, p in head.named_parameters() if p.requires_grad})
-        matrices = [p for p in self._masters.named.values() if p.ndim > 1]
-        vectors = [p for p in self._masters.named.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
-        self.position = Position()
-        self._order: list[int] = []
-        self._logged: list[tuple[float, float, float, int]] = []
-        self._busy = 0.0
+        self.optimizer = _optimizer(self._masters, options)
+        self.order = DataOrder(rows, options, lambda: int(ranks.agree(store.refresh())))
+        self._log = _StepLog()
         self._clock = time.monotonic()
         try:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -97,126 +119,129 @@ class Trainer:
         if self.options.steps is not None:
             return self.position.step / self.options.steps
         assert self.options.minutes is not None
-        return self._elapsed() / (60 * self.options.minutes)
+        return self.position.elapsed / (60 * self.options.minutes)
 
     def run(self, report: Callable[[Trainer, dict[str, Any] | None], object] = lambda trainer, record: None) -> None:
-        """Train to the end; resumes from the output folder's checkpoint.
+        """Train to the end; resumes from the output folder's newest checkpoint.
 
         `report` is called after every step, with a metrics record when there is one.
 
         An interrupt (KeyboardInterrupt) saves a checkpoint before it goes on.
         """
         self.resume()
+        self.ranks.share(self._masters.named.values())
+        self._masters.publish()
         self._clock = time.monotonic() - self.position.elapsed
-        last_save = last_evaluation = self._elapsed()
+        last_save = last_evaluation = self.position.elapsed
         try:
             while self.progress < 1:
                 record = self.step()
                 report(self, None if record is None else self._record(record))
-                if self._elapsed() - last_save > 60 * self.options.checkpoint_minutes:
+                if self.position.elapsed - last_save > 60 * self.options.checkpoint_minutes:
                     self.save()
-                    last_save = self._elapsed()
-                if self._elapsed() - last_evaluation > 60 * self.options.evaluate_minutes:
-                    report(self, self._record(self.evaluate()))
-                    last_evaluation = self._elapsed()
+                    last_save = self.position.elapsed
+                if self.position.elapsed - last_evaluation > 60 * self.options.evaluate_minutes:
+                    self._measure(report)
+                    last_evaluation = self.position.elapsed
         except KeyboardInterrupt:
-            self.save()
+            if self._whole:  # else the last checkpoint is what a resumed run starts from
+                self.save()
             raise
-        report(self, self._record(self.evaluate()))
-        self.save()
+        self._measure(report)
 
     def step(self) -> dict[str, Any] | None:
-        """One optimiser step; a metrics record every `STEPS_PER_LOG` of them."""
+        """One optimiser step; a metrics record every `STEPS_PER_LOG` of them.
+
+        Raises ValueError, on all ranks, when loss or gradient is not finite.
+        """
+        began = time.perf_counter()
         rate = learning_rate(self.progress, self.options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        began = time.perf_counter()
-        batch = self.next_batch()
-        conditional, marginal = self.losses(batch)
-        loss = conditional + self.options.marginal_weight * marginal
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self._masters.collect_gradients()
-        norm = torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self.options.clip)
-        value = float(loss.detach())
-        if not (math.isfinite(value) and math.isfinite(float(norm))):
-            names = ", ".join(self.rows[row].id for row in batch.rows)
-            raise ValueError(
-                f"step {self.position.step}: loss {value}, gradient norm {float(norm)} on rows {names}; the run stops here, "
-                "its last checkpoint is intact; lower the learning rate or look at these rows"
-            )
+        draws, after = self.order.draw(self.position)
+        totals = self._accumulate(draws)
+        for gradient in self._masters.gradients():
+            gradient.div_(totals.weight)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self.options.clip))
+        conditional, marginal = totals.conditional / totals.weight, totals.marginal / totals.weight
+        if not math.isfinite(norm):
+            self._refuse(conditional + self.options.marginal_weight * marginal, norm, [draw.row for draw in draws])
+        self._whole = False
         self.optimizer.step()
         self._masters.publish()
-        self.position.step += 1
-        self.position.blocks += batch.blocks
-        self._logged.append((float(conditional.detach()), float(marginal.detach()), float(norm), batch.blocks))
-        self._busy += time.perf_counter() - began
-        if len(self._logged) < STEPS_PER_LOG:
-            return None
-        columns = list(zip(*self._logged, strict=True))
-        record = {
-            "loss": sum(columns[0]) / len(columns[0]),
-            "marginal_loss": sum(columns[1]) / len(columns[1]),
-            "grad_norm": sum(columns[2]) / len(columns[2]),
-            "learning_rate": rate,
-            "blocks_per_second": sum(columns[3]) / self._busy,
-        }
-        self._logged, self._busy = [], 0.0
-        return record
+        self.position = replace(after, elapsed=self.ranks.agree(self._elapsed()))
+        self._whole = True
+        self._log.add(conditional, marginal, norm, self.options.blocks, time.perf_counter() - began)
+        return self._log.record(rate) if len(self._log) == STEPS_PER_LOG else None
 
-    def losses(self, batch: BlockBatch) -> tuple[Tensor, Tensor]:
-        """(conditioned, marginal) forward KL, each a weighted mean over the batch's slots."""
+    def _accumulate(self, draws: Sequence[Draw]) -> StepTotals:
+        """Forward and backward of the step's blocks: gradients and totals are summed over micro-batches and ranks."""
+        options, ranks = self.options, self.ranks
+        measured = options.d_pace and self.position.step % STEPS_PER_ACCEPTANCE == 0
+        hits = torch.zeros(2, options.block_size - 1, dtype=torch.float64)
+        totals = torch.zeros(3, dtype=torch.float64)
+        broken = torch.zeros(ranks.world, dtype=torch.float64)
+        self._masters.clear_gradients()
+        parts = deal([draw.count for draw in draws], ranks.world * options.accumulate)
+        for part in parts[ranks.rank * options.accumulate : (ranks.rank + 1) * options.accumulate]:
+            if not part:
+                continue
+            batch = self.pack([draws[item] for item in part])
+            conditional, marginal, conditioned = self.losses(batch)
+            (conditional + options.marginal_weight * marginal).backward()
+            self._masters.collect_gradients()
+            totals += torch.tensor([float(conditional.detach()), float(marginal.detach()), float(batch.weight.sum())])
+            if measured:
+                best = self._index[batch.teacher_ids[:, 0]]
+                hits += slot_hits(conditioned.detach(), self._lm_rows, best, batch.depth, hits.shape[1])
+        self.store.follow()
+        broken[ranks.rank] = not totals.isfinite().all()
+        ranks.add([totals, broken, hits, *self._masters.gradients()])
+        if broken.any():
+            bad = [part for number, part in enumerate(parts) if broken[number // options.accumulate]]
+            self._refuse(math.nan, math.nan, [draws[item].row for part in bad for item in part])
+        if measured:
+            self._acceptance.add(hits)
+        return StepTotals(*totals.tolist())
+
+    def _refuse(self, loss: float, norm: float, rows: Sequence[int]) -> None:
+        names = ", ".join(self.rows[row].id for row in rows)
+        raise ValueError(
+            f"step {self.position.step}: loss {loss}, gradient norm {norm} on rows {names}; the run stops here, "
+            "its last checkpoint is intact; lower the learning rate or look at these rows"
+        )
+
+    def losses(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """(conditioned, marginal) divergences, each summed over the batch's slots by weight, and the conditioned states."""
         hidden = block_hidden(self.head, batch)[batch.slots]
-        teacher = sparse_teacher(batch.teacher_ids, batch.teacher_logp, self._index, self.options.teacher_temperature)
-        weight = batch.weight / batch.weight.sum()
         conditioned = self.head.condition(hidden, batch.previous)
-        conditional = forward_kl(conditioned, self._lm_rows, teacher, weight)
+        teacher = self._index[batch.teacher_ids], batch.teacher_logp
+        conditional = self._divergence(conditioned, self._lm_rows, *teacher, batch.weight)
         if self.head.pairwise is None or self.options.marginal_weight == 0:
-            return conditional, conditional.new_zeros(())
-        return conditional, forward_kl(hidden, self._lm_rows, teacher, weight)
+            return conditional, conditional.new_zeros(()), conditioned
+        return conditional, self._divergence(hidden, self._lm_rows, *teacher, batch.weight), conditioned
 
-    # -- data ---------------------------------------------------------------------------------------------------------
-
-    def next_batch(self) -> BlockBatch:
-        """The next documents' blocks, about `blocks` of them."""
+    def pack(self, draws: Sequence[Draw]) -> BlockBatch:
+        """The blocks of `draws`."""
+        rules = replace(self.rules, reach=self._acceptance.reach()) if self.options.d_pace else self.rules
         items: list[tuple[RowFeatures, Tensor, Tensor]] = []
-        blocks = 0
-        while blocks < self.options.blocks:
-            row = self._next_row()
-            features = self.store[row]
-            generator = torch.Generator().manual_seed(hash((self.options.seed, self.position.epoch, row)) & 0x7FFFFFFF)
-            anchors = sample_anchors(features, min(self.options.anchors, self.options.blocks - blocks), generator)
-            items.append((features, anchors, sample_lengths(anchors, len(features.tokens), self.rules, generator)))
-            blocks += len(anchors)
-        return pack_blocks(items, self.rules, self._device)
-
-    def _next_row(self) -> int:
-        position = self.position
-        if position.cursor >= len(self._order):
-            if self._order:
-                position.epoch += 1
-            position.epoch_rows = self.store.refresh()
-            position.cursor = 0
-            self._shuffle()
-        position.cursor += 1
-        return self._order[position.cursor - 1]
-
-    def _shuffle(self) -> None:
-        """The epoch's order of training rows: a function of seed, epoch and the rows that were available."""
-        training = [row for row in range(self.position.epoch_rows) if not self._held_out(row)]
-        if not training:
-            raise ValueError("no training rows: all are held out or none has features yet; lower held_out or add rows")
-        generator = torch.Generator().manual_seed(hash((self.options.seed, self.position.epoch)) & 0x7FFFFFFF)
-        self._order = [training[i] for i in torch.randperm(len(training), generator=generator).tolist()]
-
-    def _held_out(self, row: int) -> bool:
-        return is_held_out(self.rows[row].id, self.options.held_out)
+        prefixes: list[Tensor] = []
+        for draw in draws:
+            features = self.store[draw.row]
+            generator = torch.Generator().manual_seed(draw.seed)
+            anchors = sample_anchors(features, draw.count, generator)
+            ends = features.ends(anchors)
+            known = sample_prefixes(anchors, ends, rules, generator)
+            lengths = sample_lengths(anchors, ends, rules, generator, known)
+            items.append((features, anchors, lengths))
+            prefixes.append(known)
+        return pack_blocks(items, rules, self._device, prefixes)
 
     # -- measures -----------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, Any]:
         """Held-out metrics: teacher-forced, and τ of greedy decoding replayed on held-out greedy rows, if there are any."""
-        held = [row for row in range(len(self.store)) if self._held_out(row)]
+        held = [row for row in range(len(self.store)) if self.order.held_out(row)]
         if not held:
             return {}
         forced = forced_metrics(
@@ -236,11 +261,23 @@ class Trainer:
         tau = replayed_tau(drafting, [self.store[row] for row in greedy], self.rules, REPLAYED_BUDGETS, REPLAYED_TOKENS)
         return {"held_out": asdict(forced), "replayed_tau": tau}
 
+    def _measure(self, report: Callable[[Trainer, dict[str, Any] | None], object]) -> None:
+        """Evaluate, keep the head if it is the best so far, and save. The other ranks wait at their next sum."""
+        if self.ranks.leads:
+            values = self.evaluate()
+            tau = values.get("replayed_tau", {}).get(MAIN_BUDGET, 0.0)
+            if tau > self.position.best_tau:
+                export_head(self.output / "best", self.head)
+                self.position = replace(self.position, best_tau=tau)
+            report(self, self._record(values))
+        self.store.follow()
+        self.save()
+
     def _record(self, values: dict[str, Any]) -> dict[str, Any]:
-        position = asdict(self.position) | {"elapsed": round(self._elapsed(), 1)}
-        record = {**position, **values}
-        with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+        record = asdict(self.position) | {"elapsed": round(self._elapsed(), 1)} | values
+        if self.ranks.leads:
+            with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record) + "\n")
         return record
 
     def _elapsed(self) -> float:
@@ -249,47 +286,91 @@ class Trainer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the checkpoint, and the head as it is into `head/`."""
-        self.position.elapsed = self._elapsed()
-        save_checkpoint(
-            self.output / "checkpoint.pt",
-            {
-                "options": self._identity(),
-                "position": asdict(self.position),
-                "head": {name: p.detach() for name, p in self._masters.named.items()},
-                "optimizer": self.optimizer.state_dict(),
-            },
-        )
+        """Write the checkpoint, and the head as it is into `head/`; the first rank does."""
+        if not self.ranks.leads:
+            return
+        state = {
+            "options": self._identity(),
+            "position": asdict(self.position),
+            "head": {name: p.detach() for name, p in self._masters.named.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "acceptance": self._acceptance.counts,
+        }
+        save_checkpoint(self.output, self.position.step, state, self.options.keep)
         export_head(self.output / "head", self.head)
 
     def resume(self) -> bool:
-        """Load the output folder's checkpoint if there is one. Raises ValueError when it belongs to another run."""
-        path = self.output / "checkpoint.pt"
-        if not path.exists():
+        """Load the output folder's newest checkpoint if there is one. Raises ValueError when it belongs to another run."""
+        found = checkpoints(self.output)
+        newest = int(self.ranks.agree(len(found)))
+        if newest != len(found):
+            raise ValueError(f"{self.output}: not every rank sees the checkpoints there; use a folder that all share")
+        if not found:
             return False
+        path = found[-1]
         state = load_checkpoint(path)
         for key, value in self._identity().items():
             if state["options"].get(key) != value:
                 raise ValueError(
                     f"{path}: that run had {key} = {state['options'].get(key)!r}, this one has {value!r}; "
-                    "name another output folder, or delete the checkpoint"
+                    "name another output folder, or delete the checkpoints"
                 )
         try:
             self._masters.load(state["head"])
         except KeyError as error:
             raise ValueError(
                 f"{path}: that run's head does not fit this target ({error.args[0]}); "
-                "name another output folder, or delete the checkpoint"
+                "name another output folder, or delete the checkpoints"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
+        self._acceptance.counts = state["acceptance"]
         self.position = Position(**{each.name: state["position"][each.name] for each in fields(Position)})
-        self._shuffle()
         return True
 
     def _identity(self) -> dict[str, Any]:
         """Settings that must not change within a run."""
-        free = {"output", "features", "data", "target", "device", "minutes", "steps"}
-        free |= {"checkpoint_minutes", "evaluate_minutes"}
+        free = {"output", "features", "data", "target", "device", "minutes", "steps", "accumulate", "keep"}
+        free |= {"checkpoint_minutes", "evaluate_minutes", "tensorboard"}
         values = {key: value for key, value in asdict(self.options).items() if key not in free}
         config, dtype = self.head.config, str(self.head.norm.weight.dtype).removeprefix("torch.")
-        return values | {"mask_token_id": config.mask_token_id, "taps": list(config.target_layer_ids), "dtype": dtype}
+        ids = self.head.draft_vocab
+        vocabulary = None if ids is None else hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()[:16]
+        return values | {
+            "mask_token_id": config.mask_token_id,
+            "taps": list(config.target_layer_ids),
+            "dtype": dtype,
+            "draft vocabulary": vocabulary,
+        }
+
+
+class _StepLog:
+    """Losses, norms and times of the steps since the last metrics record."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, float, float, int, float]] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, conditional: float, marginal: float, norm: float, blocks: int, seconds: float) -> None:
+        self._steps.append((conditional, marginal, norm, blocks, seconds))
+
+    def record(self, rate: float) -> dict[str, Any]:
+        """The record of the steps so far, which are then forgotten."""
+        conditional, marginal, norm, blocks, seconds = zip(*self._steps, strict=True)
+        self._steps = []
+        count = len(conditional)
+        return {
+            "loss": sum(conditional) / count,
+            "marginal_loss": sum(marginal) / count,
+            "grad_norm": sum(norm) / count,
+            "learning_rate": rate,
+            "blocks_per_second": sum(blocks) / sum(seconds),
+        }
+
+
+def _optimizer(masters: MasterWeights, options: HeadOptions) -> torch.optim.AdamW:
+    matrices = [p for p in masters.named.values() if p.ndim > 1]
+    vectors = [p for p in masters.named.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
