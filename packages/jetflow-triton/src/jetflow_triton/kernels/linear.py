@@ -68,7 +68,7 @@ def tile_for(columns: int, itemsize: int) -> Tile:
     if itemsize == 4:
         return Tile(32, 32, 4, 3)
     block_n = 128 if columns >= 128 * 128 else 64 if columns >= 64 * 128 else 32
-    return Tile(block_n, 64, 4, 4)
+    return Tile(block_n, 64, 4, 3 if block_n == 128 else 4)  # within the 64 KB of shared memory that AMD's have
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
