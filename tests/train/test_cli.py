@@ -11,17 +11,19 @@ import torch
 from report_samples import evaluation
 
 from jetflow_train import cli
-from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions, load_options
+from jetflow_train.config import AblateOptions, EvaluateOptions, HeadOptions, RegenerateOptions, load_options
 from jetflow_train.evaluate import Evaluation
 
 KNOBS = {
-    RegenerateOptions: "target device prompts output suffix suffix_files limit temperature max_tokens max_length batch_size "
-    "seed head budget",
-    HeadOptions: "target device dtype data output features max_length held_out block_size layers intermediate_size attention "
-    "taps pairwise_size draft_vocab_size mask_token_id init learned_mask loss gamma truncate d_pace prefix "
-    "marginal_weight teacher_top teacher_temperature draft_temperature minutes steps anchors blocks accumulate "
+    RegenerateOptions: "target device prompts output suffix suffix_files limit temperature samples top_p top_k thinking "
+    "max_tokens max_length batch_size seed head budget endpoint endpoint_model api_key_file retries timeout",
+    HeadOptions: "target device dtype data output features online target_dtype max_length held_out block_size layers "
+    "intermediate_size attention taps pairwise_size draft_vocab_size mask_token_id init learned_mask loss gamma truncate d_pace "
+    "prefix marginal_weight teacher_top teacher_temperature draft_temperature minutes steps anchors blocks accumulate "
     "learning_rate warmup final_rate weight_decay clip seed checkpoint_minutes keep evaluate_minutes tensorboard",
     EvaluateOptions: "target device head prompts budgets limit max_tokens output",
+    AblateOptions: "target device regenerated corpus output only steps minutes budgets rows row_tokens decode prompts limit "
+    "max_tokens",
 }
 
 
@@ -177,6 +179,35 @@ def test_without_a_command_the_whole_recipe_runs(
     assert "τ untrained" in text
 
 
+def test_an_ablation_changes_the_head_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[head]\nlayers = 2\nminutes = 3\n[ablate]\nsteps = 30\nonly = ["base", "layers-1"]\n')
+    options, base = cli.ablation_options(file, {"corpus": ("c.jsonl",)})
+    assert (options.only, options.corpus, options.steps) == (("base", "layers-1"), ("c.jsonl",), 30)
+    assert (base.layers, base.gamma, base.mask_token_id, base.steps) == (2, 4.0, 16, 30)
+    options, base = cli.ablation_options(file, {"target": "org/other"})
+    assert (options.target, base.mask_token_id) == ("org/other", None)
+    file.write_text('[head]\ntarget = "org/a"\n[ablate]\ntarget = "org/b"\n')
+    with pytest.raises(ValueError, match=r"\[head\] org/a, \[ablate\] org/b"):
+        cli.ablation_options(file, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "steps 0 must be at least 1"),
+        (["--budgets", "0", "8"], "budgets [0, 8]: at least one, each of at least 1 node"),
+        (["--only", "sideways"], "variant 'sideways' is unknown: there are base, reverse-kl"),
+        (["--only", "corpus"], "variant 'corpus' needs answers that are not the target's own: give --corpus"),
+    ],
+)
+def test_mistakes_in_an_ablation_end_in_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["ablate", *flags]) == 1
+    assert capsys.readouterr().err.startswith(f"jetflow-train: {message}")
+
+
 def recipe_of(folder: Path, text: str, **flags: Any) -> tuple[RegenerateOptions, HeadOptions, EvaluateOptions]:
     file = folder / "run.toml"
     file.write_text(text)
@@ -184,7 +215,7 @@ def recipe_of(folder: Path, text: str, **flags: Any) -> tuple[RegenerateOptions,
 
 
 def test_a_target_named_once_is_the_whole_recipes(tmp_path: Path) -> None:
-    for section in cli.COMMANDS:
+    for section in cli.PARTS:
         parts = recipe_of(tmp_path, f'[{section}]\ntarget = "org/other"\n')
         assert [each.target for each in parts] == ["org/other"] * 3
         assert parts[1].mask_token_id is None  # the demo's id is an ordinary token elsewhere

@@ -12,7 +12,10 @@ from typing import Any, get_args, get_origin
 
 import torch
 
+from jetflow_train.ablation_report import write_ablation
+from jetflow_train.ablations import ablate
 from jetflow_train.config import (
+    AblateOptions,
     EvaluateOptions,
     HeadOptions,
     RegenerateOptions,
@@ -28,7 +31,8 @@ from jetflow_train.regenerate import regenerate
 from jetflow_train.report import evaluation_report
 from jetflow_train.terminal import Bars
 
-COMMANDS = {"regenerate": RegenerateOptions, "head": HeadOptions, "evaluate": EvaluateOptions}
+PARTS = {"regenerate": RegenerateOptions, "head": HeadOptions, "evaluate": EvaluateOptions}  # of the whole recipe
+COMMANDS = PARTS | {"ablate": AblateOptions}
 RECIPE = "recipe_"  # prefix of the recipe's own options among the parsed ones; commands have some of the same names
 # The whole recipe at a size that two CPU cores finish within ten minutes.
 DEMO: dict[str, dict[str, Any]] = {
@@ -93,8 +97,27 @@ def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> Non
                 bars.say(f"{plot_line(path.parent)}\nhead: {path}")
         elif command == "evaluate":
             bars.say(evaluation_report(evaluate(load_options(EvaluateOptions, config, flags), bars.decoding)))
+        elif command == "ablate":
+            options, base = ablation_options(config, flags)
+            bars.say("\n" + write_ablation(ablate(options, base, bars.progress()), Path(options.output)))
         else:
             _whole_recipe(config, flags, bars)
+
+
+def ablation_options(config: Path | None, flags: dict[str, Any]) -> tuple[AblateOptions, HeadOptions]:
+    """Options of the comparison, and of the head that its variants change: [head] of the file, over the demo's settings.
+
+    Raises ValueError when the two sections name different targets.
+    """
+    sections = {name: read_section(COMMANDS[name], config) for name in ("head", "ablate")}
+    target = flags["target"] if "target" in flags else _one_target(sections)
+    options = load_options(AblateOptions, config, flags | {"target": target})
+    return options, load_options(HeadOptions, config, {"steps": options.steps, "minutes": None}, _head_defaults(target))
+
+
+def _head_defaults(target: str | None) -> dict[str, Any]:
+    """The demo's settings of a head; its mask id is an ordinary token elsewhere."""
+    return {key: value for key, value in DEMO["head"].items() if target is None or key != "mask_token_id"}
 
 
 def _whole_recipe(config: Path | None, flags: dict[str, Any], bars: Bars) -> None:
@@ -117,14 +140,12 @@ def recipe_options(
     `flags` may hold output, target, device and minutes. They win over the file, the file over the demo's settings.
     Raises ValueError when sections of the file name different targets.
     """
-    sections = {name: read_section(kind, config) for name, kind in COMMANDS.items()}
+    sections = {name: read_section(kind, config) for name, kind in PARTS.items()}
     target = flags["target"] if "target" in flags else _one_target(sections)
     shared = {"target": target} | {key: flags[key] for key in ("device",) if key in flags}
     output = flags.get("output", sections["head"].get("output", "jetflow-run"))
     rows = sections["regenerate"].get("output", f"{output}/rows.jsonl")
-    head = DEMO["head"] | {"output": output, "data": (rows,)}
-    if target is not None:  # the demo's mask id is an ordinary token elsewhere
-        del head["mask_token_id"]
+    head = _head_defaults(target) | {"output": output, "data": (rows,)}
     length = {"minutes": flags["minutes"], "steps": None} if "minutes" in flags else {}
     place = {"output": output} if "output" in flags else {}
     return (
@@ -175,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config_flag(parser: argparse.ArgumentParser, default: Any) -> None:
-    text = "TOML file with sections [regenerate], [head], [evaluate]; flags win"
+    text = "TOML file with sections [regenerate], [head], [evaluate], [ablate]; flags win"
     parser.add_argument("--config", default=default, help=text)
 
 

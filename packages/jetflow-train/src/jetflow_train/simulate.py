@@ -88,7 +88,6 @@ def head_rules(head: DraftHead) -> BlockRules:
     return BlockRules(config.block_size, config.mask_token_id, config.causal, gamma=None, truncate=False)
 
 
-@torch.no_grad()
 def replayed_tau(
     head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
 ) -> dict[int, float]:
@@ -96,8 +95,21 @@ def replayed_tau(
     `max_tokens` tokens. There must be a row: no rows have no τ.
     """
     assert items
-    committed = dict.fromkeys(budgets, 0)
-    rounds = dict.fromkeys(budgets, 0)
+    counts = replayed_rounds(head, items, rules, budgets, max_tokens)
+    return {budget: tau_of(pairs) for budget, pairs in counts.items()}
+
+
+def tau_of(pairs: Sequence[tuple[int, int]]) -> float:
+    """τ of rows given as (tokens committed, target passes)."""
+    return sum(tokens for tokens, _ in pairs) / sum(rounds for _, rounds in pairs)
+
+
+@torch.no_grad()
+def replayed_rounds(
+    head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
+) -> dict[int, list[tuple[int, int]]]:
+    """(tokens committed, target passes) of every item at each budget, as in `replayed_tau`."""
+    counts: dict[int, list[tuple[int, int]]] = {budget: [] for budget in budgets}
     for features in items:
         last = min(len(features.tokens) - 1, features.prompt_length + max_tokens)
         anchors = torch.arange(features.prompt_length, last)
@@ -105,15 +117,14 @@ def replayed_tau(
         candidates = [each for part in trees for each in part]
         tokens = features.tokens.tolist()
         for budget in budgets:
-            position = features.prompt_length
+            position, rounds = features.prompt_length, 0
             while position < last:
                 candidate = candidates[position - features.prompt_length]
                 tree = best_first_tree(tokens[position], candidate, budget, rules.block_size - 1)
-                step = 1 + _accepted(tree, tokens, position)
-                committed[budget] += min(step, last - position)
-                rounds[budget] += 1
-                position += step
-    return {budget: committed[budget] / rounds[budget] for budget in budgets}
+                position += 1 + _accepted(tree, tokens, position)
+                rounds += 1
+            counts[budget].append((last - features.prompt_length, rounds))
+    return counts
 
 
 def _row_candidates(head: DraftHead, features: RowFeatures, anchors: Tensor, rules: BlockRules) -> list[Candidates]:

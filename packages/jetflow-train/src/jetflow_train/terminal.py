@@ -32,9 +32,20 @@ class Bars:
         self._close()
         sys.stdout.write(text + "\n")
 
+    def note(self, text: str) -> None:
+        """Print above the bar."""
+        tqdm.write(text, file=sys.stdout)
+
     def progress(self) -> Progress:
         """The bars as the commands want them."""
-        return Progress(rows=self.rows, features=self.features, training=self.training, decoding=self.decoding)
+        return Progress(
+            stage=self.say,
+            rows=self.rows,
+            note=self.note,
+            features=self.features,
+            training=self.training,
+            decoding=self.decoding,
+        )
 
     def rows(self, done: int, total: int, tokens: int) -> None:
         """Regeneration."""
