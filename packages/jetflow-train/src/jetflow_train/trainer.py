@@ -100,7 +100,7 @@ class Trainer:
         self._divergence = Divergence(
             cast("Kind", options.loss), options.draft_temperature, options.teacher_temperature
         )
-        self._acceptance = SlotAcceptance(options.block_size - 1, options.gamma)
+        self.acceptance = SlotAcceptance(options.block_size - 1, options.gamma)
         self._masters = MasterWeights({name: p for name, p in head.named_parameters() if p.requires_grad})
         self.optimizer = _optimizer(self._masters, options)
         self.order = DataOrder(rows, options, lambda: int(ranks.agree(store.refresh())))
@@ -201,7 +201,7 @@ class Trainer:
             bad = [part for number, part in enumerate(parts) if broken[number // options.accumulate]]
             self._refuse(math.nan, math.nan, [draws[item].row for part in bad for item in part])
         if measured:
-            self._acceptance.add(hits)
+            self.acceptance.add(hits)
         return StepTotals(*totals.tolist())
 
     def _refuse(self, loss: float, norm: float, rows: Sequence[int]) -> None:
@@ -223,7 +223,7 @@ class Trainer:
 
     def pack(self, draws: Sequence[Draw]) -> BlockBatch:
         """The blocks of `draws`."""
-        rules = replace(self.rules, reach=self._acceptance.reach()) if self.options.d_pace else self.rules
+        rules = replace(self.rules, reach=self.acceptance.reach()) if self.options.d_pace else self.rules
         items: list[tuple[RowFeatures, Tensor, Tensor]] = []
         prefixes: list[Tensor] = []
         for draw in draws:
@@ -294,7 +294,7 @@ class Trainer:
             "position": asdict(self.position),
             "head": {name: p.detach() for name, p in self._masters.named.items()},
             "optimizer": self.optimizer.state_dict(),
-            "acceptance": self._acceptance.counts,
+            "acceptance": self.acceptance.counts,
         }
         save_checkpoint(self.output, self.position.step, state, self.options.keep)
         export_head(self.output / "head", self.head)
@@ -323,13 +323,13 @@ class Trainer:
                 "name another output folder, or delete the checkpoints"
             ) from error
         self.optimizer.load_state_dict(state["optimizer"])
-        self._acceptance.counts = state["acceptance"]
+        self.acceptance.counts = state["acceptance"]
         self.position = Position(**{each.name: state["position"][each.name] for each in fields(Position)})
         return True
 
     def _identity(self) -> dict[str, Any]:
         """Settings that must not change within a run."""
-        free = {"output", "features", "data", "target", "device", "minutes", "steps", "accumulate", "keep"}
+        free = {"output", "features", "online", "data", "target", "device", "minutes", "steps", "accumulate", "keep"}
         free |= {"checkpoint_minutes", "evaluate_minutes", "tensorboard"}
         values = {key: value for key, value in asdict(self.options).items() if key not in free}
         config, dtype = self.head.config, str(self.head.norm.weight.dtype).removeprefix("torch.")
