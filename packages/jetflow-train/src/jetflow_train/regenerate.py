@@ -1,132 +1,214 @@
 """Let the target answer prompts: the rows a head learns from.
 
-Rows are appended as they finish and looked up by (id, temperature) at the next start, so an interrupted run goes on
-where it stopped. A sampled row's seed depends on the option's seed and the row alone, so neither batch nor
-interruption changes it.
+Answers come from our own engine, or from an endpoint that serves the target. Rows are appended as they finish and looked
+up by their keys at the next start, so an interrupted run goes on where it stopped. A sampled row's seed depends on the
+option's seed and the row alone, so neither batch nor interruption changes it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from jetflow_core.engine import EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
+from jetflow_core.tokenizer import Tokenizer
+from jetflow_core.weights import open_checkpoint
+from jetflow_train.chats import prompt_key, tokens_key
 from jetflow_train.config import RegenerateOptions
-from jetflow_train.data import Row, read_jsonl, row_key
-from jetflow_train.prompts import SAMPLES, encode_prompts, read_prompts
+from jetflow_train.data import RowKey, variant_of
+from jetflow_train.endpoint import Endpoint, Unusable, end_token, endpoint_answers, read_answer
+from jetflow_train.prompts import SAMPLES, Prompt, encode_prompts, read_prompts
+from jetflow_train.row_file import open_rows
 from jetflow_train.targets import target_path
+
+OnRow = Callable[[int, int, int], object]
+Note = Callable[[str], object]
+NOTED = 5  # rows left out that are told of one by one
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row to make: a prompt, how it is answered, and what is recorded of that."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    params: SamplingParams
+    sample: int
+    sampling: dict[str, Any]  # what a row of the same key must agree in
+
+    @property
+    def key(self) -> RowKey:
+        """What names the row."""
+        return self.prompt.id, self.params.temperature, self.sample, variant_of(self.prompt.chat.template_kwargs)
+
+    def row(self, tokenizer: Tokenizer, answer: Answer) -> dict[str, Any]:
+        """The row as it is written."""
+        name, temperature, sample, _ = self.key
+        row: dict[str, Any] = {"id": name, "temperature": temperature, "sample": sample}
+        if self.prompt.chat.template_kwargs:
+            row["chat_template_kwargs"] = self.prompt.chat.template_kwargs
+        if self.sampling:
+            row["sampling"] = self.sampling
+        row |= {"prompt_ids": self.prompt_ids, "output_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+        content = prompt_key(tokenizer, self.prompt.chat)
+        return row if content == tokens_key(self.prompt_ids) else row | {"prompt_key": content}
 
 
 @dataclass
-class _Pending:
-    id: str
-    temperature: float
-    prompt_ids: list[int]
-    output_ids: list[int] = field(default_factory=list[int])
+class Answer:
+    """Output ids, with the end token when it came."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    finish_reason: str | None = None
+
+
+Answers = Callable[[Sequence[Question]], Iterable[tuple[Question, Answer | Unusable]]]
 
 
 def regenerate(
-    options: RegenerateOptions, on_row: Callable[[int, int, int], object] = lambda done, total, tokens: None
+    options: RegenerateOptions,
+    on_row: OnRow = lambda done, total, tokens: None,
+    note: Note = lambda text: None,
 ) -> int:
-    """Load the target and let it `answer`."""
+    """Load the target, or its tokenizer alone where an endpoint has the model, and make the rows that are missing.
+
+    `on_row(done, total, tokens)` is told of each row, with its output length; `note` of what is left out. Returns how
+    many rows were new. Raises ValueError for prompts, target, endpoint or output file that cannot be used.
+    """
+    if options.endpoint is not None:
+        tokenizer = open_checkpoint(target_path(options.target)).tokenizer
+        if tokenizer is None:
+            raise ValueError("this target has no tokenizer.json, which an endpoint's text cannot do without")
+        return _fill(tokenizer, options, endpoint_source(tokenizer, options), on_row, note)
     config = EngineConfig(
         budget=options.budget if options.head else 0,
         max_running=options.batch_size,
         max_model_len=options.max_length,
     )
     llm = LLM.load(target_path(options.target), options.head, device=options.device, config=config)
-    return answer(llm, options, on_row)
+    return answer(llm, options, on_row, note)
 
 
 def answer(
     llm: LLM,
     options: RegenerateOptions,
-    on_row: Callable[[int, int, int], object] = lambda done, total, tokens: None,
+    on_row: OnRow = lambda done, total, tokens: None,
+    note: Note = lambda text: None,
 ) -> int:
-    """Answer every prompt at every temperature into `options.output`; return how many rows were new.
+    """`regenerate` with a loaded engine."""
+    return _fill(llm.tokenizer, options, lambda questions: engine_answers(llm, questions), on_row, note)
 
-    `on_row(done, total, tokens)` is told of each row, with its output length. Raises ValueError for prompts, target
-    or output file that cannot be used.
-    """
-    output = Path(options.output)
-    wanted = list(_wanted(llm, options))
-    with _open_rows(output) as (stream, present):
-        missing = [row for row in wanted if (row.id, row.temperature) not in present]
+
+def _fill(tokenizer: Tokenizer, options: RegenerateOptions, answers: Answers, on_row: OnRow, note: Note) -> int:
+    """Append the rows that `options.output` lacks; how many were new."""
+    wanted = list(_wanted(tokenizer, options, note))
+    left_out = 0
+    with open_rows(Path(options.output)) as file:
+        missing = [each for each in wanted if not file.has(each.key, each.prompt_ids, each.sampling)]
         done = len(wanted) - len(missing)
         on_row(done, len(wanted), 0)
-        running: dict[str, _Pending] = {}
-        for row in missing:
-            params = SamplingParams(
-                temperature=row.temperature,
-                max_tokens=min(options.max_tokens, options.max_length - len(row.prompt_ids)),
-                seed=row_seed(options.seed, row.id, row.temperature),
-            )
-            running[llm.engine.add(row.prompt_ids, params)] = row
-        while llm.engine.has_work:
-            for part in llm.engine.step():
-                row = running[part.request_id]
-                if part.error:
-                    raise ValueError(f"prompt {row.id}: {part.error}")
-                row.output_ids += part.token_ids
-                if part.finish_reason:
-                    _append(stream, output, Row(row.id, row.temperature, tuple(row.prompt_ids), tuple(row.output_ids)))
-                    done += 1
-                    on_row(done, len(wanted), len(row.output_ids))
-    return len(missing)
+        for question, result in answers(missing) if missing else ():
+            done += 1
+            if isinstance(result, Unusable):
+                left_out += 1
+                if left_out <= NOTED:
+                    note(f"row {question.prompt.id} is left out: {result.reason}")
+                on_row(done, len(wanted), 0)
+                continue
+            file.append(question.row(tokenizer, result))
+            on_row(done, len(wanted), len(result.token_ids))
+    if left_out:
+        note(f"{left_out} of {len(wanted)} rows are left out; the same command asks for them again")
+    return len(missing) - left_out
 
 
-def row_seed(seed: int, row_id: str, temperature: float) -> int:
+def engine_answers(llm: LLM, questions: Sequence[Question]) -> Iterator[tuple[Question, Answer]]:
+    """Answers of our own engine, in the order in which they finish."""
+    running = {llm.engine.add(each.prompt_ids, each.params): (each, Answer()) for each in questions}
+    while llm.engine.has_work:
+        for part in llm.engine.step():
+            question, made = running[part.request_id]
+            if part.error:
+                raise ValueError(f"prompt {question.prompt.id}: {part.error}")
+            made.token_ids += part.token_ids
+            made.finish_reason = part.finish_reason
+            if part.finish_reason:
+                yield question, made
+
+
+def endpoint_source(tokenizer: Tokenizer, options: RegenerateOptions) -> Answers:
+    """Answers of the endpoint that `options` name, `batch_size` requests at a time."""
+    assert options.endpoint is not None
+    endpoint = Endpoint(
+        options.endpoint, options.endpoint_model, options.api_key_file, options.retries, options.timeout
+    )
+
+    end = end_token(tokenizer)
+
+    def answers(questions: Sequence[Question]) -> Iterator[tuple[Question, Answer | Unusable]]:
+        asked = [(each.prompt_ids, each.params) for each in questions]
+        for number, choice in endpoint_answers(endpoint, asked, options.batch_size):
+            result = read_answer(tokenizer, choice, end)
+            yield questions[number], result if isinstance(result, Unusable) else Answer(*result)
+
+    return answers
+
+
+def row_seed(seed: int, row_id: str, temperature: float, sample: int = 0) -> int:
     """The sampling seed of a row."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{row_id}/{temperature}".encode()).digest()[:7], "big")
+    name = f"{seed}/{row_id}/{temperature}" + (f"/{sample}" if sample else "")
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def _wanted(llm: LLM, options: RegenerateOptions) -> Iterator[_Pending]:
+def _wanted(tokenizer: Tokenizer, options: RegenerateOptions, note: Note) -> Iterator[Question]:
+    """The rows that `options` ask for: every prompt once at temperature 0, `samples` times at others."""
+    copies = 0
+    named: dict[str, list[int]] = {}
+    contents: set[tuple[int, ...]] = set()
+    for file, prompt, ids in _prompts(tokenizer, options):
+        if prompt.id in named and named[prompt.id] != ids:
+            raise ValueError(f"{file}: prompt id {prompt.id} occurs twice; ids name rows, so they must differ")
+        named[prompt.id] = ids
+        if tuple(ids) in contents:
+            copies += 1
+            continue
+        contents.add(tuple(ids))
+        for temperature in dict.fromkeys(options.temperature):
+            for sample in range(options.samples if temperature else 1):
+                yield _question(options, prompt, ids, temperature, sample)
+    if copies:
+        note(f"{copies} prompts say what an earlier one says and are left out")
+
+
+def _prompts(tokenizer: Tokenizer, options: RegenerateOptions) -> Iterator[tuple[str, Prompt, list[int]]]:
+    """File, prompt and token ids of everything that is asked."""
     files = options.prompts or (str(SAMPLES),)
     if unknown := set(options.suffix_files) - set(files):
         raise ValueError(f"suffix_files names {min(unknown)}, which is not among prompts")
-    seen: set[str] = set()
+    thinking = {} if options.thinking is None else {"enable_thinking": options.thinking}
     for file in files:
         prompts = read_prompts(Path(file), options.suffix if file in options.suffix_files else "", options.limit)
-        for prompt, ids in zip(prompts, encode_prompts(llm.tokenizer, prompts, options.max_length, file), strict=True):
-            if prompt.id in seen:
-                raise ValueError(f"{file}: prompt id {prompt.id} occurs twice; ids name rows, so they must differ")
-            seen.add(prompt.id)
-            for temperature in options.temperature:
-                yield _Pending(prompt.id, temperature, ids)
+        prompts = [
+            replace(each, chat=replace(each.chat, template_kwargs=each.chat.template_kwargs | thinking))
+            for each in prompts
+        ]
+        encoded = encode_prompts(tokenizer, prompts, options.max_length, file)
+        yield from ((file, *pair) for pair in zip(prompts, encoded, strict=True))
 
 
-@contextmanager
-def _open_rows(path: Path) -> Generator[tuple[BinaryIO, set[tuple[str, float]]]]:
-    """The output file open for appending, and which rows it has. Half a line left by a killed run is cut off."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as stream:
-            present = {row_key(row, f"{path}, line {number}") for number, row in read_jsonl(path, partial_end=True)}
-            _cut_partial_line(path)
-            yield stream, present
-    except OSError as error:
-        raise ValueError(f"{path}: cannot write rows ({error})") from error
-
-
-def _cut_partial_line(path: Path) -> None:
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-
-
-def _append(stream: BinaryIO, path: Path, row: Row) -> None:
-    start = stream.tell()
-    try:
-        stream.write(json.dumps(asdict(row), separators=(",", ":")).encode() + b"\n")
-        stream.flush()
-    except OSError:
-        os.truncate(path, start)
-        raise
+def _question(
+    options: RegenerateOptions, prompt: Prompt, ids: list[int], temperature: float, sample: int
+) -> Question:
+    sampled = {"top_p": options.top_p, "top_k": options.top_k} if temperature else {}
+    params = SamplingParams(
+        temperature=temperature,
+        max_tokens=min(options.max_tokens, options.max_length - len(ids)),
+        seed=row_seed(options.seed, prompt.id, temperature, sample),
+        **sampled,
+    )
+    return Question(prompt, ids, params, sample, sampled | {"seed": options.seed} if sampled else {})

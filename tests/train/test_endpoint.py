@@ -1,0 +1,332 @@
+"""Answers from an endpoint: a fake one on a real socket with every kind of trouble, and our own server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoint import write_checkpoint, write_prompts
+
+from jetflow_core.llm import LLM
+from jetflow_core.sampling import SamplingParams
+from jetflow_core.tokenizer import Tokenizer
+from jetflow_core.weights import open_checkpoint
+from jetflow_train import endpoint as endpoint_module
+from jetflow_train.config import RegenerateOptions
+from jetflow_train.endpoint import Choice, Endpoint, Unusable, end_token, endpoint_answers, read_answer
+from jetflow_train.regenerate import answer, regenerate, row_seed
+from serve.support import serving
+
+Reply = tuple[int, dict[str, str], bytes]
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def reply(value: object, status: int = 200, **headers: str) -> Reply:
+    return status, headers, json.dumps(value).encode()
+
+
+def says(text: str, reason: str = "stop", **more: object) -> Reply:
+    return reply({"choices": [{"text": text, "finish_reason": reason, **more}]})
+
+
+def trouble(status: int, message: str = "no", **headers: str) -> Reply:
+    return reply({"error": {"message": message}}, status, **headers)
+
+
+@dataclass
+class Fake:
+    """What the server is told to say, and what it was asked."""
+
+    url: str = ""
+    script: Callable[[dict[str, Any]], Reply | None] = lambda body: says("w5 w6")
+    bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    headers: list[Any] = field(default_factory=list[Any])
+    running: int = 0
+    most: int = 0
+
+
+@contextmanager
+def fake_endpoint() -> Iterator[Fake]:
+    fake, lock = Fake(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(reply({"data": [{"id": "the-target"}]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                fake.bodies.append(body)
+                fake.headers.append(self.headers)
+                fake.running += 1
+                fake.most = max(fake.most, fake.running)
+            said = fake.script(body)
+            with lock:
+                fake.running -= 1
+            if said is not None:  # None: hang up
+                self._answer(said)
+
+        def _answer(self, said: Reply) -> None:
+            status, headers, content = said
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        fake.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield fake
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    with fake_endpoint() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("target") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target: str) -> Tokenizer:
+    found = open_checkpoint(target).tokenizer
+    assert found is not None
+    return found
+
+
+def options(folder: Path, fake: Fake, target: str, **changes: object) -> RegenerateOptions:
+    made = RegenerateOptions(
+        target=target,
+        prompts=(write_prompts(folder / "prompts.jsonl", 4),),
+        output=str(folder / "rows.jsonl"),
+        endpoint=fake.url,
+        max_tokens=8,
+        max_length=100,
+        retries=2,
+        timeout=10.0,
+    )
+    return replace(made, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def written(folder: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    return {(row["id"], row["temperature"], row["sample"]): row for row in rows}
+
+
+def plain(fake: Fake, retries: int = 2, timeout: float = 10.0, waits: list[float] | None = None) -> Endpoint:
+    noted: list[float] = [] if waits is None else waits
+    return Endpoint(fake.url, "m", None, retries, timeout, noted.append)
+
+
+# -- what goes out, what comes back -----------------------------------------------------------------------------------
+
+
+def test_text_becomes_rows(tmp_path: Path, fake: Fake, target: str) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    fake.script = lambda body: says("w5 w6") if body["temperature"] == 0 else says("w7 w8 w9", "length")
+    chosen = options(tmp_path, fake, target, temperature=(0.0, 0.8), samples=2, top_p=0.9, top_k=5, api_key_file=str(key))
+    assert regenerate(chosen) == 4 * 3
+    rows = written(tmp_path)
+    assert rows["p/1", 0.0, 0]["output_ids"] == [5, 6, 2]  # the end token, which the text does not show
+    assert rows["p/1", 0.8, 1]["output_ids"] == [7, 8, 9]  # cut off: there was none
+    assert rows["p/1", 0.8, 1]["finish_reason"] == "length"
+    assert rows["p/1", 0.8, 1]["prompt_ids"] == [1, 8, 20, 3]
+    asked = {body.get("seed"): body for body in fake.bodies if body["prompt"] == [1, 8, 20, 3]}
+    seed = row_seed(0, "p/1", 0.8, 1)
+    assert asked[seed] == {
+        "model": "the-target",
+        "prompt": [1, 8, 20, 3],
+        "max_tokens": 8,
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "top_k": 5,
+        "seed": seed,
+        "return_token_ids": True,
+    }
+    assert "top_p" not in asked[None]
+    assert {headers["Authorization"] for headers in fake.headers} == {"Bearer secret"}
+
+
+def test_requests_run_side_by_side_up_to_the_batch_size(tmp_path: Path, fake: Fake, target: str) -> None:
+    together = threading.Barrier(3)
+
+    def meet(body: dict[str, Any]) -> Reply:
+        together.wait(10)
+        return says("w5")
+
+    fake.script = meet
+    assert regenerate(options(tmp_path, fake, target, batch_size=3, temperature=(0.0, 0.1, 0.2))) == 12
+    assert fake.most == 3
+
+
+def test_token_ids_are_taken_where_they_come(tokenizer: Tokenizer) -> None:
+    end = end_token(tokenizer)
+    assert end == 2
+    assert read_answer(tokenizer, Choice("w5 w6", "stop", [5, 6, 2]), end) == ([5, 6, 2], "stop")
+    assert read_answer(tokenizer, Choice("anything", "stop", [5, 6]), end) == ([5, 6, 2], "stop")
+    assert read_answer(tokenizer, Choice("", "stop", None), end) == ([2], "stop")
+    assert read_answer(tokenizer, Choice("w5", "length", None), end) == ([5], "length")
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        (Choice("w5  w6", "stop", None), "does not come back"),
+        (Choice("w5 unheard", "stop", None), "does not come back"),
+        (Choice("w5 \ufffd", "stop", None), "does not come back"),
+        (Choice("w5", "content_filter", None), "'content_filter'"),
+        (Choice("w5", None, None), "None"),
+        (Choice("w5", "stop", [5, 97]), "does not know"),
+    ],
+)
+def test_answers_that_are_no_rows(tokenizer: Tokenizer, choice: Choice, reason: str) -> None:
+    result = read_answer(tokenizer, choice, 2)
+    assert isinstance(result, Unusable)
+    assert reason in result.reason
+
+
+def test_the_end_token_is_the_templates(tokenizer: Tokenizer) -> None:
+    several = Tokenizer(
+        tokenizer._inner,  # pyright: ignore[reportPrivateUsage]
+        eos_token_ids=[9, 2, 8],
+        chat_template="{% for m in messages %}{{ m.content }} w2 {% endfor %}",
+    )
+    assert end_token(several) == 2
+    assert end_token(Tokenizer(tokenizer._inner)) is None  # pyright: ignore[reportPrivateUsage]
+
+
+def test_rows_that_do_not_fit_are_told_of_and_asked_again(tmp_path: Path, fake: Fake, target: str) -> None:
+    fake.script = lambda body: says("w5  w6") if body["prompt"][1] in (8, 9) else says("w5")
+    notes: list[str] = []
+    seen: list[tuple[int, int, int]] = []
+    assert regenerate(options(tmp_path, fake, target), lambda *row: seen.append(row), notes.append) == 2
+    assert sorted(notes)[1:] == [
+        "row p/1 is left out: its text does not come back from the target's tokens",
+        "row p/2 is left out: its text does not come back from the target's tokens",
+    ]
+    assert "2 of 4 rows are left out" in notes[-1]
+    assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
+    fake.script = lambda body: says("w6")
+    assert regenerate(options(tmp_path, fake, target)) == 2
+    assert {key[0] for key in written(tmp_path)} == {"p/0", "p/1", "p/2", "p/3"}
+
+
+# -- trouble ----------------------------------------------------------------------------------------------------------
+
+
+def test_trouble_that_passes_is_waited_out(fake: Fake) -> None:
+    script = iter([trouble(429, Retry_After="7"), trouble(503, Retry_After="soon"), None, (200, {}, b"half a"), says("w5")])
+    fake.script = lambda body: next(script)
+    waits: list[float] = []
+    assert plain(fake, retries=4, waits=waits).complete([1], PARAMS).text == "w5"
+    assert len(waits) == 4
+    assert waits[0] == 7.0  # what the endpoint asks for
+    for attempt in (1, 2, 3):
+        assert 0.5 * 2**attempt / 2 <= waits[attempt] <= 0.5 * 2**attempt
+
+
+def test_trouble_that_stays_ends_the_run_and_keeps_the_rows(tmp_path: Path, fake: Fake, target: str) -> None:
+    fake.script = lambda body: trouble(500, "out of order") if body["prompt"][1] == 9 else says("w5")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(endpoint_module, "FIRST_WAIT", 0.0)
+        with pytest.raises(ValueError, match=r"/v1/completions: answered 500: out of order \(3 tries\)"):
+            regenerate(options(tmp_path, fake, target, batch_size=1))
+    assert {key[0] for key in written(tmp_path)} == {"p/0", "p/1"}
+    asked = len(fake.bodies)
+    fake.script = lambda body: says("w5")
+    assert regenerate(options(tmp_path, fake, target)) == 2
+    assert len(fake.bodies) == asked + 2
+
+
+def test_an_endpoint_that_is_too_slow_or_gone(fake: Fake) -> None:
+    fake.script = lambda body: (time.sleep(0.3), says("w5"))[1]
+    with pytest.raises(ValueError, match=r"cannot be reached: .*timed out.*\(2 tries\)"):
+        plain(fake, retries=1, timeout=0.05).complete([1], PARAMS)
+    with pytest.raises(ValueError, match=r"/models: cannot be reached: .*refused.*\(1 tries\)"):
+        Endpoint("http://127.0.0.1:9/v1", None, None, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (trouble(400, "prompt too long"), "answered 400: prompt too long"),
+        (trouble(401, "no such key"), "answered 401: no such key"),
+        ((404, {}, b"<html>" + b"x" * 1000), "answered 404: <html>x{294}$"),
+        (reply({"choices": []}), "has no choice with a text"),
+        (reply([1]), "has no choice with a text"),
+        (reply({"choices": [{"text": None}]}), "text is NoneType"),
+        ((307, {"Location": "http://127.0.0.1:9/"}, b""), "answered 307"),
+    ],
+)
+def test_refusals_are_not_tried_again(fake: Fake, said: Reply, message: str) -> None:
+    fake.script = lambda body: said
+    with pytest.raises(ValueError, match=message):
+        plain(fake).complete([1], PARAMS)
+    assert len(fake.bodies) == 1
+
+
+def test_token_ids_are_not_asked_for_where_that_is_unknown(fake: Fake) -> None:
+    fake.script = lambda body: (
+        trouble(400, "return_token_ids: unknown field") if "return_token_ids" in body else says("w5", token_ids="none")
+    )
+    strict = plain(fake)
+    assert strict.complete([1], PARAMS) == Choice("w5", "stop", None)
+    assert strict.complete([1], PARAMS) == Choice("w5", "stop", None)
+    assert ["return_token_ids" in body for body in fake.bodies] == [True, False, False]
+
+
+def test_urls_and_keys_that_cannot_be_used(tmp_path: Path, fake: Fake) -> None:
+    with pytest.raises(ValueError, match="'localhost:8000' is no URL: give http"):
+        Endpoint("localhost:8000", "m", None, 0, 1.0)
+    for content in ("", "two\nlines", "schlüssel"):
+        (tmp_path / "key").write_text(content)
+        with pytest.raises(ValueError, match="key: holds no API key"):
+            Endpoint(fake.url, "m", str(tmp_path / "key"), 0, 1.0)
+    with pytest.raises(ValueError, match="nothing: cannot read the API key"):
+        Endpoint(fake.url, "m", str(tmp_path / "nothing"), 0, 1.0)
+
+
+def test_one_failure_stops_the_other_workers(fake: Fake) -> None:
+    fake.script = lambda body: trouble(400, "no") if body["prompt"] == [3] else says("w5")
+    asked = [([number], PARAMS) for number in range(200)]
+    with pytest.raises(ValueError, match="answered 400: no"):
+        list(endpoint_answers(plain(fake), asked, 2))
+    assert len(fake.bodies) < 200
+
+
+# -- the real thing ---------------------------------------------------------------------------------------------------
+
+
+def test_our_own_server_makes_the_rows_of_our_own_engine(tmp_path: Path, target: str) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    changes: dict[str, Any] = {"temperature": (0.0, 0.9), "samples": 2, "top_k": 20, "max_tokens": 24, "thinking": False}
+    llm = LLM.load(target)
+    chosen = options(here, Fake("http://unused/v1"), target, **changes)
+    answer(llm, replace(chosen, endpoint=None))
+    with serving(LLM.load(target).engine) as running:
+        assert regenerate(options(there, Fake(f"{running.url}/v1"), target, **changes)) == 12
+    assert written(here) == written(there)
+    assert {row["finish_reason"] for row in written(here).values()} == {"stop", "length"}
