@@ -59,7 +59,7 @@ def new_trainer(
         head = continued_head(options.init, model, config, dtype)
     wanted = model, rows, config.target_layer_ids, options.teacher_top
     if options.online:
-        store: Features = OnlineFeatures(*wanted)
+        store: Features = OnlineFeatures(*wanted, ranks)
     else:
         folder = Path(options.features) if options.features else Path(options.output) / "features"
         store = build_features(folder, *wanted, _counter(progress, rows), ranks)
