@@ -36,10 +36,11 @@ COMMANDS = PARTS | {"ablate": AblateOptions}
 RECIPE = "recipe_"  # prefix of the recipe's own options among the parsed ones; commands have some of the same names
 # The whole recipe at a size that two CPU cores finish within ten minutes.
 DEMO: dict[str, dict[str, Any]] = {
-    "regenerate": {"max_tokens": 128, "max_length": 512, "temperature": (0.0, 0.7)},
+    "regenerate": {"max_tokens": 128, "max_length": 512, "batch_size": 32},
     "head": {
-        "minutes": 4.0,
+        "minutes": 4.5,
         "max_length": 512,
+        "held_out": 0.05,
         "gamma": 4.0,
         "teacher_temperature": 0.7,
         "mask_token_id": 16,  # <empty_output>, which no answer contains
@@ -181,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         ("output", str, "folder of the run (default: jetflow-run)"),
         ("target", str, "target model (default: the demo model)"),
         ("device", str, "auto, cpu or cuda (default: auto)"),
-        ("minutes", float, "length of the training (default: 4)"),
+        ("minutes", float, "length of the training in minutes (default: 4.5)"),
     ):
         parser.add_argument(
             f"--{name}", metavar=name.upper(), dest=RECIPE + name, type=kind, default=argparse.SUPPRESS, help=text
