@@ -11,17 +11,25 @@ import torch
 from report_samples import evaluation
 
 from jetflow_train import cli
-from jetflow_train.config import AblateOptions, EvaluateOptions, HeadOptions, RegenerateOptions, load_options
+from jetflow_train.config import (
+    AblateOptions,
+    EvaluateOptions,
+    HeadOptions,
+    RegenerateOptions,
+    ThroughputOptions,
+    load_options,
+)
 from jetflow_train.evaluate import Evaluation
 
 KNOBS = {
     RegenerateOptions: "target device prompts output suffix suffix_files limit temperature samples top_p top_k thinking "
-    "max_tokens max_length batch_size seed head budget endpoint endpoint_model api_key_file retries timeout",
+    "max_tokens max_length batch_size seed head budget endpoint endpoint_api endpoint_model api_key_file retries timeout",
     HeadOptions: "target device dtype data output features online target_dtype max_length held_out block_size layers "
     "intermediate_size attention taps pairwise_size draft_vocab_size mask_token_id init learned_mask loss gamma truncate d_pace "
     "prefix marginal_weight teacher_top teacher_temperature draft_temperature minutes steps anchors blocks accumulate "
     "learning_rate warmup final_rate weight_decay clip seed checkpoint_minutes keep evaluate_minutes tensorboard",
     EvaluateOptions: "target device head prompts budgets limit max_tokens output",
+    ThroughputOptions: "target device data rows output rounds steps",
     AblateOptions: "target device regenerated corpus output only steps minutes budgets rows row_tokens decode prompts limit "
     "max_tokens",
 }
@@ -182,14 +190,14 @@ def test_without_a_command_the_whole_recipe_runs(
 def test_an_ablation_changes_the_head_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[head]\nlayers = 2\nminutes = 3\n[ablate]\nsteps = 30\nonly = ["base", "layers-1"]\n')
-    options, base = cli.ablation_options(file, {"corpus": ("c.jsonl",)})
+    options, base = cli.with_head(AblateOptions, file, {"corpus": ("c.jsonl",)})
     assert (options.only, options.corpus, options.steps) == (("base", "layers-1"), ("c.jsonl",), 30)
     assert (base.layers, base.gamma, base.mask_token_id, base.steps) == (2, 4.0, 16, 30)
-    options, base = cli.ablation_options(file, {"target": "org/other"})
+    options, base = cli.with_head(AblateOptions, file, {"target": "org/other"})
     assert (options.target, base.mask_token_id) == ("org/other", None)
     file.write_text('[head]\ntarget = "org/a"\n[ablate]\ntarget = "org/b"\n')
     with pytest.raises(ValueError, match=r"\[head\] org/a, \[ablate\] org/b"):
-        cli.ablation_options(file, {})
+        cli.with_head(AblateOptions, file, {})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import torch
 
@@ -19,9 +19,11 @@ from jetflow_train.config import (
     EvaluateOptions,
     HeadOptions,
     RegenerateOptions,
+    ThroughputOptions,
     load_options,
     option_fields,
     read_section,
+    section_name,
 )
 from jetflow_train.distributed import launched
 from jetflow_train.evaluate import evaluate
@@ -30,9 +32,11 @@ from jetflow_train.recipe import run_recipe, train_head
 from jetflow_train.regenerate import regenerate
 from jetflow_train.report import evaluation_report
 from jetflow_train.terminal import Bars
+from jetflow_train.throughput import measure_throughput, speed_table
 
 PARTS = {"regenerate": RegenerateOptions, "head": HeadOptions, "evaluate": EvaluateOptions}  # of the whole recipe
-COMMANDS = PARTS | {"ablate": AblateOptions}
+COMMANDS = PARTS | {"ablate": AblateOptions, "throughput": ThroughputOptions}
+Compared = TypeVar("Compared", AblateOptions, ThroughputOptions)
 RECIPE = "recipe_"  # prefix of the recipe's own options among the parsed ones; commands have some of the same names
 # The whole recipe at a size that two CPU cores finish within ten minutes.
 DEMO: dict[str, dict[str, Any]] = {
@@ -99,20 +103,23 @@ def _run(command: str | None, config: Path | None, flags: dict[str, Any]) -> Non
         elif command == "evaluate":
             bars.say(evaluation_report(evaluate(load_options(EvaluateOptions, config, flags), bars.decoding)))
         elif command == "ablate":
-            options, base = ablation_options(config, flags)
+            options, base = with_head(AblateOptions, config, flags)
             bars.say("\n" + write_ablation(ablate(options, base, bars.progress()), Path(options.output)))
+        elif command == "throughput":
+            measured = measure_throughput(*with_head(ThroughputOptions, config, flags), bars.turns)
+            bars.say(speed_table(*measured))
         else:
             _whole_recipe(config, flags, bars)
 
 
-def ablation_options(config: Path | None, flags: dict[str, Any]) -> tuple[AblateOptions, HeadOptions]:
-    """Options of the comparison, and of the head that its variants change: [head] of the file, over the demo's settings.
+def with_head(kind: type[Compared], config: Path | None, flags: dict[str, Any]) -> tuple[Compared, HeadOptions]:
+    """Options of a comparison, and of the head that it changes: [head] of the file, over the demo's settings.
 
     Raises ValueError when the two sections name different targets.
     """
-    sections = {name: read_section(COMMANDS[name], config) for name in ("head", "ablate")}
+    sections = {section_name(each): read_section(each, config) for each in (HeadOptions, kind)}
     target = flags["target"] if "target" in flags else _one_target(sections)
-    options = load_options(AblateOptions, config, flags | {"target": target})
+    options = load_options(kind, config, flags | {"target": target})
     return options, load_options(HeadOptions, config, {"steps": options.steps, "minutes": None}, _head_defaults(target))
 
 

@@ -11,7 +11,9 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from jetflow_train.losses import LOSSES
 
-Options = TypeVar("Options", "RegenerateOptions", "HeadOptions", "EvaluateOptions", "AblateOptions")
+Options = TypeVar(
+    "Options", "RegenerateOptions", "HeadOptions", "EvaluateOptions", "AblateOptions", "ThroughputOptions"
+)
 
 
 def _option(default: Any, help: str) -> Any:
@@ -24,7 +26,9 @@ class RegenerateOptions:
 
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
     device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
-    prompts: tuple[str, ...] = _option((), "JSONL files of `turns`, `messages` or `prompt` (default: the packaged samples)")
+    prompts: tuple[str, ...] = _option(
+        (), "JSONL files of `turns`, `messages` or `prompt` (default: the packaged samples)"
+    )
     output: str = _option("jetflow-run/rows.jsonl", "JSONL file of rows; rows that it already has are not made again")
     suffix: str = _option("", "text appended to every prompt of the files named in suffix_files")
     suffix_files: tuple[str, ...] = _option((), "prompt files (of `prompts`) that get the suffix")
@@ -33,14 +37,19 @@ class RegenerateOptions:
     samples: int = _option(1, "answers to a prompt at each temperature above 0")
     top_p: float = _option(1.0, "sample from the likeliest tokens of this mass")
     top_k: int = _option(0, "sample from so many likeliest tokens; 0: from all")
-    thinking: bool | None = _option(None, "the chat template's enable_thinking, recorded in the rows (default: its own way)")
+    thinking: bool | None = _option(
+        None, "the chat template's enable_thinking, recorded in the rows (default: its own way)"
+    )
     max_tokens: int = _option(192, "longest answer, in tokens")
     max_length: int = _option(1024, "longest prompt and answer together, in tokens")
     batch_size: int = _option(8, "answers generated, or asked of the endpoint, at a time")
     seed: int = _option(0, "seed of sampled answers")
     head: str | None = _option(None, "draft head that speeds the answers up; it does not change them")
     budget: int = _option(8, "node budget with a head")
-    endpoint: str | None = _option(None, "let an OpenAI-compatible endpoint answer that serves the target: http://host:port/v1")
+    endpoint: str | None = _option(
+        None, "let an OpenAI-compatible endpoint answer that serves the target: http://host:port/v1"
+    )
+    endpoint_api: str = _option("completions", "completions (token ids, exact) or chat (messages, where that is all it knows)")
     endpoint_model: str | None = _option(None, "the target's name there (default: the first that it lists)")
     api_key_file: str | None = _option(None, "file with the endpoint's API key")
     retries: int = _option(6, "tries after a busy, broken or unreachable endpoint, with growing waits between them")
@@ -56,6 +65,8 @@ class RegenerateOptions:
             raise ValueError(f"timeout {self.timeout} must be positive")
         if self.endpoint is None and (self.endpoint_model is not None or self.api_key_file is not None):
             raise ValueError("endpoint_model and api_key_file need an endpoint")
+        if self.endpoint_api not in ("completions", "chat"):
+            raise ValueError(f"endpoint_api {self.endpoint_api!r} is unknown: use completions or chat")
         if self.endpoint is not None and self.head is not None:
             raise ValueError("an endpoint drafts with its own head: leave out head, or endpoint")
 
@@ -67,11 +78,16 @@ class HeadOptions:
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
     device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
     dtype: str = _option("auto", "the head's precision beside float32 master weights: auto, float32 or bfloat16")
-    data: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of regenerated rows, or of a corpus: messages, prompt and response, text")
+    data: tuple[str, ...] = _option(
+        ("jetflow-run/rows.jsonl",),
+        "JSONL files of regenerated rows, or of a corpus: messages, prompt and response, text",
+    )
     output: str = _option("jetflow-run", "folder of checkpoint, metrics and, in head/, the exported head")
     features: str | None = _option(None, "folder of cached target features (default: OUTPUT/features)")
     online: bool = _option(False, "compute target features at every visit of a row instead of caching them on disk")
-    target_dtype: str = _option("auto", "the target's precision: auto (its own where the hardware has it), float32 or bfloat16")
+    target_dtype: str = _option(
+        "auto", "the target's precision: auto (its own where the hardware has it), float32 or bfloat16"
+    )
     max_length: int = _option(1024, "rows are cut at this many tokens; a longer prompt is refused")
     held_out: float = _option(0.03, "share of prompts kept for evaluation, chosen by a hash of their content")
     # The head.
@@ -183,6 +199,24 @@ class AblateOptions:
             raise ValueError(f"budgets {list(self.budgets)}: at least one, each of at least 1 node")
 
 
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """`jetflow-train throughput`: measure training speed against a plain loop; [head] of the file says what is trained."""
+
+    target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
+    device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")
+    data: tuple[str, ...] = _option(("jetflow-run/rows.jsonl",), "JSONL files of rows")
+    rows: int = _option(64, "rows to train on")
+    output: str = _option("jetflow-throughput", "folder of their features")
+    rounds: int = _option(5, "turns of every way to train")
+    steps: int = _option(2, "optimiser steps of a turn")
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+
+
 def load_options(
     kind: type[Options], file: Path | None, flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> Options:
@@ -210,7 +244,8 @@ def read_section(kind: type[Any], file: Path | None) -> dict[str, Any]:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file}: cannot read this configuration ({error})") from error
-    known_sections = {section_name(each) for each in (RegenerateOptions, HeadOptions, EvaluateOptions, AblateOptions)}
+    kinds = (RegenerateOptions, HeadOptions, EvaluateOptions, AblateOptions, ThroughputOptions)
+    known_sections = {section_name(each) for each in kinds}
     if unknown := document.keys() - known_sections:
         raise ValueError(f"{file}: section [{min(unknown)}] is unknown; there are {', '.join(sorted(known_sections))}")
     section = document.get(section_name(kind), {})

@@ -65,15 +65,16 @@ def continued_head(path: str, model: Decoder, config: HeadConfig, dtype: torch.d
     Raises ValueError naming what differs when it is not of the shape `config`.
     """
     stored = DraftHead.load(path, *target_tables(model, dtype))
+    differing: list[str] = []
     for each in fields(HeadConfig):
         had, wanted = getattr(stored.config, each.name), getattr(config, each.name)
         if had != wanted and each.name not in (
             "rope",
             "max_position_embeddings",
         ):  # the target's, however spelled there
-            raise ValueError(
-                f"init {path}: that head has {each.name} = {had!r}, this run makes {wanted!r}; change one of them"
-            )
+            differing.append(f"{each.name} = {had!r}, this run makes {wanted!r}")
+    if differing:
+        raise ValueError(f"init {path}: that head has {'; '.join(differing)}; change the options or the head")
     head = DraftHead(config, *target_tables(model, dtype), stored.draft_vocab).to(model.embed.device, dtype)
     head.load_state_dict(stored.state_dict())
     return head.float_tables()

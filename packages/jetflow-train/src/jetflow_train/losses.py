@@ -82,6 +82,8 @@ class SlotAcceptance:
     """How often the head's likeliest token at slot k is the target's, for each k from 1: a forgetting average.
 
     Slots that were hardly seen keep what was assumed of them: exp(−1/γ), which makes `reach` start as the weights of γ.
+    After D-PACE (Wu et al. 2026, arXiv 2605.18810), which weighs by each block's own confidences and the accepted length still
+    to come; one curve for all blocks can be realised by random cuts.
     """
 
     def __init__(self, slots: int, gamma: float | None) -> None:

@@ -20,7 +20,7 @@ from jetflow_train.record import training_record, write_record
 from jetflow_train.regenerate import regenerate
 from jetflow_train.targets import target_path
 from jetflow_train.tensorboard import require_tensorboard, scalar_log
-from jetflow_train.trainer import Trainer
+from jetflow_train.trainer import MAIN_BUDGET, Trainer
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ def run_training(trainer: Trainer, progress: Progress) -> Path:
         nonlocal recorded
         measured = record if record is not None and "loss" not in record else None
         if measured is not None or not recorded:  # not before a step was made: the folder may be another run's
-            write_record(head, training_record(trainer.rows, options, measured))
+            made = training_record(trainer.rows, options, measured)
+            write_record(head, made)
+            if measured is not None and measured["best_tau"] == measured.get("replayed_tau", {}).get(MAIN_BUDGET):
+                write_record(trainer.output / "best", made)
             recorded = True
         if record is not None:
             log(record)

@@ -55,6 +55,10 @@ class Bars:
         """Feature extraction."""
         self._show("features", done, total, "row")
 
+    def turns(self, done: int, total: int) -> None:
+        """Measurement of training speed."""
+        self._show("throughput", done, total, "round")
+
     def decoding(self, done: int, total: int) -> None:
         """Evaluation."""
         self._show("evaluate", done, total, "prompt")

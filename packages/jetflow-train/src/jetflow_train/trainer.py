@@ -53,6 +53,7 @@ class StepTotals:
     conditional: float
     marginal: float
     weight: float
+    hits: Tensor | None  # for `SlotAcceptance`, when it was measured
 
 
 def learning_rate(progress: float, options: HeadOptions) -> float:
@@ -160,6 +161,7 @@ class Trainer:
             group["lr"] = rate
         draws, after = self.order.draw(self.position)
         totals = self._accumulate(draws)
+        assert totals.weight > 0, "every block has a slot that counts"
         for gradient in self._masters.gradients():
             gradient.div_(totals.weight)
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters.named.values(), self.options.clip))
@@ -169,6 +171,8 @@ class Trainer:
         self._whole = False
         self.optimizer.step()
         self._masters.publish()
+        if totals.hits is not None:
+            self.acceptance.add(totals.hits)
         self.position = replace(after, elapsed=self.ranks.agree(self._elapsed()))
         self._whole = True
         self._log.add(conditional, marginal, norm, self.options.blocks, time.perf_counter() - began)
@@ -200,9 +204,7 @@ class Trainer:
         if broken.any():
             bad = [part for number, part in enumerate(parts) if broken[number // options.accumulate]]
             self._refuse(math.nan, math.nan, [draws[item].row for part in bad for item in part])
-        if measured:
-            self.acceptance.add(hits)
-        return StepTotals(*totals.tolist())
+        return StepTotals(*totals.tolist(), hits if measured else None)
 
     def _refuse(self, loss: float, norm: float, rows: Sequence[int]) -> None:
         names = ", ".join(self.rows[row].id for row in rows)

@@ -1,0 +1,262 @@
+"""Checkpoints survive kills and full disks, the best head is kept, and a head can be trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_tiny import tiny_model, tiny_options, tiny_rows
+
+from jetflow_train import cli
+from jetflow_train import trainer as trainer_module
+from jetflow_train.checkpoint import checkpoints
+from jetflow_train.data import spread
+from jetflow_train.recipe import Progress, new_trainer
+from jetflow_train.trainer import MAIN_BUDGET, Trainer
+
+MODEL = tiny_model()
+ROWS = spread(tiny_rows(12))
+STEPS = 200
+TARGET = Path(__file__).parents[1] / "core" / "golden" / "qwen3"
+
+
+def trainer(folder: Path, **changes: object) -> Trainer:
+    options = replace(tiny_options(**changes), output=str(folder / "run"), features=str(folder / "features"))
+    return new_trainer(MODEL, ROWS, options, Progress())
+
+
+def names(run: Trainer) -> list[str]:
+    return [path.name for path in checkpoints(run.output)]
+
+
+def head_options(folder: Path) -> dict[str, object]:
+    """Options of `jetflow-train head` on the tiny checkpoint, and rows for it."""
+    rows = folder / "rows.jsonl"
+    if not rows.exists():
+        made = [
+            {
+                "id": f"r{i}",
+                "temperature": 0.0,
+                "prompt_ids": [3, 4 + i],
+                "output_ids": [(7 * j + i) % 90 + 3 for j in range(20)],
+            }
+            for i in range(12)
+        ]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return {
+        "target": TARGET, "data": rows, "output": folder / "run", "device": "cpu", "dtype": "float32", "steps": STEPS,
+        "block-size": 4, "layers": 1, "taps": 1, "pairwise-size": 8, "draft-vocab-size": "none", "teacher-top": 8,
+        "anchors": 4, "blocks": 8, "held-out": 0.2,
+    }  # fmt: skip
+
+
+def flags(options: dict[str, object]) -> list[str]:
+    return ["head", *(text for key, value in options.items() for text in (f"--{key}", str(value)))]
+
+
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_few_are_kept(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=5, keep=3, checkpoint_minutes=0.0)
+    run.run()
+    assert names(run) == [f"checkpoint-0000000{step}.pt" for step in (3, 4, 5)]
+    run.position = replace(run.position, step=6)
+    (run.output / "checkpoint-00000004.pt.partial").write_text("what a kill left")
+    run.save()
+    assert names(run) == [f"checkpoint-0000000{step}.pt" for step in (4, 5, 6)]
+    assert not list(run.output.glob("*.partial"))
+
+
+def test_an_earlier_checkpoint_resumes_too(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=5, checkpoint_minutes=0.0)
+    run.run()
+    final = {name: p.clone() for name, p in run.head.named_parameters()}
+    checkpoints(run.output)[-1].unlink()
+    again = trainer(tmp_path, steps=5)
+    again.run()
+    for name, value in again.head.named_parameters():
+        assert torch.equal(value, final[name]), name
+
+
+@contextmanager
+def file_limit(size: int) -> Iterator[None]:
+    """Writes beyond `size` bytes of a file fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits")
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=2)
+    run.run()
+    (before,) = checkpoints(run.output)
+    content = before.read_bytes()
+    run = trainer(tmp_path, steps=4)
+    run.resume()
+    run.step()
+    with (
+        file_limit(len(content) // 2),
+        pytest.raises(
+            ValueError, match=r"checkpoint-00000003\.pt: cannot write the checkpoint .*; an earlier one is intact"
+        ),
+    ):
+        run.save()
+    assert [path.name for path in run.output.glob("checkpoint*")] == [before.name]
+    assert before.read_bytes() == content
+    resumed = trainer(tmp_path, steps=4)
+    assert resumed.resume()
+    assert resumed.position.step == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits")
+def test_a_full_disk_leaves_the_earlier_head(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=2)
+    run.run()
+    head = run.output / "head"
+    before = {path.name: path.read_bytes() for path in head.iterdir()}
+    with file_limit(1000), pytest.raises(ValueError, match="cannot write"):
+        trainer_module.export_head(head, run.head)
+    assert {path.name: path.read_bytes() for path in head.iterdir()} == before
+    assert not (run.output / "head.partial").exists()
+
+
+def test_the_best_head_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taus = iter([1.5, 2.5, 2.0])
+    monkeypatch.setattr(trainer_module, "replayed_tau", lambda *_: dict.fromkeys((8, MAIN_BUDGET), next(taus)))
+    run = trainer(tmp_path, steps=3, evaluate_minutes=0.0, checkpoint_minutes=0.0)
+    at_step: list[dict[str, Any]] = []
+
+    def stop(current: Trainer, record: dict[str, Any] | None) -> None:
+        if record is not None and "replayed_tau" in record:
+            at_step.append(load_file(current.output / "head" / "model.safetensors"))
+            if len(at_step) == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(stop)
+    resumed = trainer(tmp_path, steps=3, evaluate_minutes=1e9)
+    resumed.run()
+    assert resumed.position.best_tau == 2.5  # which the resumed run knows of, or its own 2.0 would have won
+    best, last = (load_file(resumed.output / name / "model.safetensors") for name in ("best", "head"))
+    assert all(torch.equal(best[name], at_step[1][name]) for name in best)
+    assert any(not torch.equal(best[name], last[name]) for name in best)
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    undisturbed, killed = tmp_path / "a", tmp_path / "b"
+    for folder in (undisturbed, killed):
+        folder.mkdir()
+    assert cli.main(flags(head_options(undisturbed))) == 0
+    often = flags(head_options(killed) | {"checkpoint-minutes": 0})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jetflow_train", *often],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not checkpoints(killed / "run") and time.monotonic() < deadline:
+            assert process.poll() is None, "the run ended by itself"
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    (newest,) = checkpoints(killed / "run")[-1:]
+    assert torch.load(newest, weights_only=True)["position"]["step"] < STEPS
+    assert cli.main(flags(head_options(killed))) == 0
+    first, second = (load_file(folder / "run" / "head" / "model.safetensors") for folder in (undisturbed, killed))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    masters = [torch.load(checkpoints(folder / "run")[-1], weights_only=True) for folder in (undisturbed, killed)]
+    assert masters[0]["position"] | {"elapsed": 0} == masters[1]["position"] | {"elapsed": 0}
+    assert all(torch.equal(masters[0]["head"][name], masters[1]["head"][name]) for name in masters[0]["head"])
+
+
+# -- a head to start from ---------------------------------------------------------------------------------------------
+
+
+def test_a_head_is_trained_on(tmp_path: Path) -> None:
+    first = trainer(tmp_path, steps=3)
+    first.run()
+    head = first.output / "head"
+    further = trainer(tmp_path, steps=3, init=str(head), output="elsewhere")
+    assert further.head.draft_vocab is not None
+    assert first.head.draft_vocab is not None
+    assert torch.equal(further.head.draft_vocab, first.head.draft_vocab)
+    stored = load_file(head / "model.safetensors")
+    assert torch.equal(further.head.fc.dense, stored["fc.weight"].float())
+    moved = {name: p.detach().clone() for name, p in further.head.named_parameters() if p.requires_grad}
+    assert moved.keys() == {name for name, p in first.head.named_parameters() if p.requires_grad}
+    further.step()
+    assert all(not torch.equal(p, moved[name]) for name, p in further.head.named_parameters() if name in moved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 3}, r"that head has num_layers = 2, this run makes 3"),
+        ({"block_size": 7}, r"that head has block_size = 5, this run makes 7"),
+        ({"attention": "bidirectional"}, r"that head has causal = True, this run makes False"),
+        ({"draft_vocab_size": None}, r"that head has draft_vocab_size = 40, this run makes None"),
+        ({"mask_token_id": 5}, r"that head has mask_token_id = 60, this run makes 5"),
+    ],
+)
+def test_a_head_of_another_shape_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    run = trainer(tmp_path, steps=1)
+    run.save()
+    with pytest.raises(ValueError, match=rf"init .*head: {message}"):
+        trainer(tmp_path, steps=1, init=str(run.output / "head"), **changes)
+
+
+def test_another_draft_vocabulary_is_another_run(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=1).save()
+    other = replace(tiny_options(steps=1), output=str(tmp_path / "run"), features=str(tmp_path / "more"))
+    rows = spread(tiny_rows(12, seed=5))
+    with pytest.raises(ValueError, match="had draft vocabulary"):
+        new_trainer(MODEL, rows, other, Progress()).resume()
+
+
+# -- mistakes of the command line -------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], **changes: object) -> str:
+    assert cli.main(flags(head_options(folder) | {key.replace("_", "-"): value for key, value in changes.items()})) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.splitlines()[-1]
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trainer(tmp_path / "other", steps=1)
+    run.save()
+    error = refused(tmp_path, capsys, init=run.output / "head")
+    assert "num_target_layers = 6, this run makes 3" in error
+    assert "vocab_size is 97" in refused(tmp_path, capsys, mask_token_id=97)
+    (tmp_path / "file").write_text("in the way")
+    assert "cannot write" in refused(tmp_path, capsys, output=tmp_path / "file")
+    assert "config.json: no such file" in refused(tmp_path, capsys, init=tmp_path)
+    masked = tmp_path / "masked.jsonl"
+    masked.write_text('{"id": "a", "temperature": 0.0, "prompt_ids": [3, 4], "output_ids": [5]}\n')
+    assert "every row is masked" in refused(tmp_path, capsys, data=masked)
