@@ -254,17 +254,18 @@ class EngineService:
             raise overloaded(message, min(max(1, retry_s), LONGEST_RETRY_S))
 
     def _deliver(self, outputs: Sequence[tuple[Generation, int, Output]], now: float, seconds: float | None) -> None:
-        """Count what a step gave and hand it to the readers; `seconds` None: the step failed."""
+        """Hand what a step gave to the readers and count it; `seconds` None: the step failed."""
+        read = [each for each in outputs if each[0] in self._counted]
+        for generation, index, output in read:  # first of all: nobody may wait for ever because a counter failed
+            generation.post((index, output))
         if seconds is None:
             self._failed_steps += 1
             self.metrics.failures.inc()
         else:
             self._failed_steps = 0
             self.metrics.step.observe(seconds)
-        for generation, index, output in outputs:
-            if generation in self._counted:
-                self.metrics.output(generation.progress[index], output, now)
-                generation.post((index, output))
+        for generation, index, output in read:
+            self.metrics.output(generation.progress[index], output, now)
 
     def _fail(self, failed: Sequence[Generation], error: GenerationError) -> None:
         for generation in failed:

@@ -75,13 +75,11 @@ def tree_attention_twin(
     positions: Tensor | None = None,
 ) -> Tensor:
     """Plain-torch `tree_attention`: one fused torch attention a sequence."""
-    _, _, kv_heads, width = k_cache.shape
-    group = q.shape[1] // kv_heads
+    group = q.shape[1] // k_cache.shape[2]
     # Every layer of a step asks for the same layout; it is found by content, so it can never be stale.
     layout = read_layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions)
     shares = _shares(layout, group, q.dtype)
-    k_flat, v_flat = k_cache.view(-1, kv_heads, width), v_cache.view(-1, kv_heads, width)
-    outputs = [_attend(q, k_flat, v_flat, share, group, scale) for share in shares]
+    outputs = [_attend(q, k_cache, v_cache, share, group, scale) for share in shares]
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs) if outputs else torch.empty_like(q)
@@ -93,21 +91,21 @@ class _Share:
 
     first: int  # its rows of q are first … last − 1
     last: int
-    start: int  # its slots are start … start + length − 1 of the flat cache,
+    start: int  # its slots are those from the beginning of block `start`,
     length: int
-    slots: Tensor | None  # or these, where its blocks do not follow each other
+    blocks: Tensor | None  # or of these blocks, where they do not follow each other
     bias: Tensor | None  # [(last − first) * group, length], 0 where visible, −inf elsewhere; None: all visible
     blind: Tensor | None  # rows * group that see nothing
 
 
-def _attend(q: Tensor, k_flat: Tensor, v_flat: Tensor, share: _Share, group: int, scale: float) -> Tensor:
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, share: _Share, group: int, scale: float) -> Tensor:
     """`[rows, Hq, D]`. The query heads of one KV head are packed as rows, so K and V are not repeated."""
     rows, (_, heads, width) = share.last - share.first, q.shape
-    if share.slots is None:
-        k = k_flat[share.start : share.start + share.length]
-        v = v_flat[share.start : share.start + share.length]
-    else:
-        k, v = k_flat.index_select(0, share.slots), v_flat.index_select(0, share.slots)
+    if share.blocks is None:
+        k, v = k_cache[share.start :], v_cache[share.start :]
+    else:  # whole blocks: one by one, slots would take several times as long to copy
+        k, v = k_cache.index_select(0, share.blocks), v_cache.index_select(0, share.blocks)
+    k, v = k.flatten(0, 1)[: share.length], v.flatten(0, 1)[: share.length]
     packed = q[share.first : share.last].unflatten(1, (heads // group, group)).transpose(0, 1)
     packed = packed.reshape(1, heads // group, rows * group, width)
     out = scaled_dot_product_attention(
@@ -173,14 +171,9 @@ def _shares(layout: Layout, group: int, dtype: torch.dtype) -> list[_Share]:
         blocks = layout.block_tables[b][: -(-length // layout.page)]
         bias, blind = _bias(visible_slots(layout, first, last, prefix), group, dtype)
         joined = all(later == sooner + 1 for sooner, later in pairwise(blocks))
-        slots = None if joined else physical_slots(blocks, layout.page, length)
-        shares.append(_Share(first, last, blocks[0] * layout.page, length, slots, bias, blind))
+        scattered = None if joined else torch.tensor(blocks, dtype=torch.int64)
+        shares.append(_Share(first, last, blocks[0], length, scattered, bias, blind))
     return shares
-
-
-def physical_slots(blocks: tuple[int, ...], page: int, length: int) -> Tensor:
-    starts = torch.tensor(blocks, dtype=torch.int64) * page
-    return (starts.unsqueeze(1) + torch.arange(page)).flatten()[:length]
 
 
 def visible_slots(layout: Layout, first: int, last: int, prefix: int) -> Tensor:

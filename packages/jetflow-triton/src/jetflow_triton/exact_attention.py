@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from jetflow_triton.attention import Layout, check_call, check_layout, physical_slots, read_layout, visible_slots
+from jetflow_triton.attention import Layout, check_call, check_layout, read_layout, visible_slots
 from jetflow_triton.checks import debugging
 from jetflow_triton.dispatch import register, uses_op
 from jetflow_triton.linear import ROWS
@@ -27,6 +27,7 @@ from jetflow_triton.linear import ROWS
 SPAN = 64
 LAG = 32
 TAIL = SPAN + LAG
+AT_ONCE = 8 * ROWS  # queries of the twin at once: the gathered keys of a whole prompt would not fit the memory
 
 
 def tree_attention_exact(
@@ -93,7 +94,7 @@ def tree_attention_exact_twin(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One sequence's part of a call: its rows of q are first … last − 1, n of them."""
+    """Some queries of one sequence: rows first … last − 1 of q, n of them."""
 
     first: int
     last: int
@@ -173,7 +174,7 @@ def plan_shares(layout: Layout) -> list[_Share]:
         if first == last:
             continue
         length = prefix + last - first
-        physical = physical_slots(layout.block_tables[b][: -(-length // layout.page)], layout.page, length)
+        physical = _physical_slots(layout.block_tables[b][: -(-length // layout.page)], layout.page, length)
         visible = visible_slots(layout, first, last, prefix)
         seen = visible.sum(1)
         blocks = (seen - LAG).clamp_min(0) // SPAN
@@ -187,9 +188,19 @@ def plan_shares(layout: Layout) -> list[_Share]:
             )
         place = blocks.unsqueeze(1) * SPAN + torch.arange(TAIL)
         in_tail = place < seen.unsqueeze(1)
-        tail = order.gather(1, torch.minimum(place, (seen - 1).clamp_min(0).unsqueeze(1)))
-        shares.append(_Share(first, last, physical[:shared], blocks, physical[tail], in_tail))
+        tail = physical[order.gather(1, torch.minimum(place, (seen - 1).clamp_min(0).unsqueeze(1)))]
+        for low in range(0, last - first, AT_ONCE):
+            rows = slice(low, min(low + AT_ONCE, last - first))
+            shared_slots = physical[: int(blocks[rows].max()) * SPAN]
+            shares.append(
+                _Share(first + rows.start, first + rows.stop, shared_slots, blocks[rows], tail[rows], in_tail[rows])
+            )
     return shares
+
+
+def _physical_slots(blocks: tuple[int, ...], page: int, length: int) -> Tensor:
+    starts = torch.tensor(blocks, dtype=torch.int64) * page
+    return (starts.unsqueeze(1) + torch.arange(page)).flatten()[:length]
 
 
 def _shape(q: Tensor, *_: object) -> Tensor:
