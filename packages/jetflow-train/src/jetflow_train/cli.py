@@ -42,7 +42,7 @@ RECIPE = "recipe_"  # prefix of the recipe's own options among the parsed ones; 
 DEMO: dict[str, dict[str, Any]] = {
     "regenerate": {"max_tokens": 128, "max_length": 512, "batch_size": 32},
     "head": {
-        "minutes": 4.5,
+        "minutes": 5.0,
         "max_length": 512,
         "held_out": 0.05,
         "gamma": 4.0,
@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         ("output", str, "folder of the run (default: jetflow-run)"),
         ("target", str, "target model (default: the demo model)"),
         ("device", str, "auto, cpu or cuda (default: auto)"),
-        ("minutes", float, "length of the training in minutes (default: 4.5)"),
+        ("minutes", float, "length of the training in minutes (default: 5)"),
     ):
         parser.add_argument(
             f"--{name}", metavar=name.upper(), dest=RECIPE + name, type=kind, default=argparse.SUPPRESS, help=text
