@@ -75,7 +75,11 @@ def test_thinking_is_recorded_and_names_the_row(tmp_path: Path, llm: LLM) -> Non
     for thinking in (True, False, None):
         assert answer(llm, options(tmp_path, thinking=thinking)) == 3
     rows = [row for row in written(tmp_path) if row["id"] == "p/0"]
-    assert [row.get("chat_template_kwargs") for row in rows] == [{"enable_thinking": True}, {"enable_thinking": False}, None]
+    assert [row.get("chat_template_kwargs") for row in rows] == [
+        {"enable_thinking": True},
+        {"enable_thinking": False},
+        None,
+    ]
     assert [row["prompt_ids"][-1] for row in rows] == [3, 4, 3]
     read = [row for row in read_rows([tmp_path / "rows.jsonl"], 97, 100) if row.id == "p/0"]
     assert len({row.variant for row in read}) == len(read) >= 2
@@ -84,12 +88,16 @@ def test_thinking_is_recorded_and_names_the_row(tmp_path: Path, llm: LLM) -> Non
 
 def test_a_template_without_thinking_says_so(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.tokenizer._template, "variables", frozenset({"messages"}))  # pyright: ignore
-    with pytest.raises(ValueError, match="prompts.jsonl: prompt p/0: .*does not read 'enable_thinking'"):
+    with pytest.raises(ValueError, match=r"prompts.jsonl: prompt p/0: .*does not read 'enable_thinking'"):
         answer(llm, options(tmp_path, thinking=False))
 
 
 def test_chats_are_asked_for_their_last_answer(tmp_path: Path, llm: LLM) -> None:
-    said = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}, {"role": "user", "content": "w7"}]
+    said = [
+        {"role": "user", "content": "w5"},
+        {"role": "assistant", "content": "w6"},
+        {"role": "user", "content": "w7"},
+    ]
     file = tmp_path / "chats.jsonl"
     lines = [
         {"id": "open", "messages": said},
@@ -162,7 +170,7 @@ def test_options_that_cannot_be_are_refused(changes: dict[str, Any], message: st
 
 
 def test_sampling_out_of_range_is_refused(tmp_path: Path, llm: LLM) -> None:
-    with pytest.raises(ValueError, match="top_p is 1.5"):
+    with pytest.raises(ValueError, match=r"top_p is 1\.5"):
         answer(llm, options(tmp_path, temperature=(1.0,), top_p=1.5))
 
 
@@ -211,7 +219,17 @@ def test_killed_and_started_again_makes_the_same_rows(tmp_path: Path, target: st
         folder.mkdir()
     changes: dict[str, Any] = {"target": target, "temperature": (0.0, 1.0), "max_tokens": 60}
     assert regenerate(options(whole, prompts, **changes)) == 40
-    flags = ["--prompts", prompts, "--output", str(killed / "rows.jsonl"), "--target", target, "--temperature", "0", "1"]
+    flags = [
+        "--prompts",
+        prompts,
+        "--output",
+        str(killed / "rows.jsonl"),
+        "--target",
+        target,
+        "--temperature",
+        "0",
+        "1",
+    ]
     command = [sys.executable, "-m", "jetflow_train.cli", "regenerate", *flags]
     command += ["--max-tokens", "60", "--max-length", "100"]
     file = killed / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""Rows, features and draft vocabulary: what is read, what is refused."""
+"""Rows and draft vocabulary: what is read, what is refused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_tiny import TAPS, VOCABULARY, tiny_model, tiny_options, tiny_rows
+from training_tiny import VOCABULARY, tiny_model, tiny_options, tiny_rows
 
 from jetflow_train.data import Row, counted_spans, frequent_tokens, is_held_out, read_rows, shard, spread
-from jetflow_train.features import ROWS_PER_SHARD, build_features
 from jetflow_train.heads import head_config
 
 MODEL = tiny_model()
@@ -125,68 +123,6 @@ def test_draft_vocabulary() -> None:
     for size in (0, VOCABULARY + 1):
         with pytest.raises(ValueError, match=f"draft_vocab_size {size}"):
             frequent_tokens(rows, size, VOCABULARY, always=[2])
-
-
-def test_features_are_what_the_target_says_and_survive_an_interrupt(tmp_path: Path) -> None:
-    rows = tiny_rows(ROWS_PER_SHARD + 3)
-    calls = 0
-
-    def interrupt() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == ROWS_PER_SHARD + 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_features(tmp_path, MODEL, rows, TAPS, 8, interrupt)
-    computed = 0
-
-    def count() -> None:
-        nonlocal computed
-        computed += 1
-
-    store = build_features(tmp_path, MODEL, rows, TAPS, 8, count)
-    assert len(store) == computed == len(rows)
-    for number in (0, ROWS_PER_SHARD - 1, ROWS_PER_SHARD + 2):
-        features, expected = store[number], rows[number]
-        hidden, taps = MODEL.forward_sequence(torch.tensor(expected.tokens), TAPS)
-        logp = torch.log_softmax(MODEL.logits(hidden), dim=-1)[len(expected.prompt_ids) - 1 : -1]
-        assert features.tokens.tolist() == list(expected.tokens)
-        assert features.prompt_length == len(expected.prompt_ids)
-        torch.testing.assert_close(features.taps.float(), taps, rtol=0.01, atol=0.01)
-        assert features.teacher_ids.tolist() == logp.topk(8).indices.tolist()
-        torch.testing.assert_close(features.teacher_logp, logp.topk(8).values, rtol=0.01, atol=0.01)
-
-
-def test_features_of_something_else_are_refused(tmp_path: Path) -> None:
-    rows = tiny_rows(3)
-    build_features(tmp_path, MODEL, rows, TAPS, 8)
-    with pytest.raises(ValueError, match="made with another target"):
-        build_features(tmp_path, tiny_model(seed=5), rows, TAPS, 8)
-    with pytest.raises(ValueError, match="made with another rows"):
-        build_features(tmp_path, MODEL, tiny_rows(3, seed=9), TAPS, 8)
-    with pytest.raises(ValueError, match="made with another tap_layers"):
-        build_features(tmp_path, MODEL, rows, (0, 2), 8)
-
-
-@pytest.mark.parametrize(("file", "content"), [("tokens.npy", b""), ("index.json", b"{}"), ("taps.npy", b"\x93NUMPY")])
-def test_damaged_features_are_named(tmp_path: Path, file: str, content: bytes) -> None:
-    rows = tiny_rows(3)
-    build_features(tmp_path, MODEL, rows, TAPS, 8)
-    (tmp_path / "shard-00000" / file).write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard-00000: damaged features .* delete"):
-        build_features(tmp_path, MODEL, rows, TAPS, 8)
-
-
-def test_features_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"teacher_top {VOCABULARY + 1} exceeds"):
-        build_features(tmp_path, MODEL, tiny_rows(3), TAPS, VOCABULARY + 1)
-    (tmp_path / "shard-00000.partial").write_text("a file where the folder should be")
-    with pytest.raises(ValueError, match="shard-00000: cannot write features"):
-        build_features(tmp_path, MODEL, tiny_rows(3), TAPS, 8)
-    (tmp_path / "meta.json").write_text("[]")
-    with pytest.raises(ValueError, match="not a feature store"):
-        build_features(tmp_path, MODEL, tiny_rows(3), TAPS, 8)
 
 
 @pytest.mark.parametrize(

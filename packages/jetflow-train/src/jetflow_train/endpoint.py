@@ -2,8 +2,9 @@
 
 A prompt goes out as token ids to `/completions`, so the endpoint reads exactly the prompt that training will show, whatever
 template it has. Token ids are used where they come back (vLLM's `return_token_ids`); text is tokenised again and
-refused where that loses something. The standard library does the HTTP: a request lasts seconds, so nothing is gained by
-a pool of connections.
+refused where that loses something. Endpoints that know chats only get the messages (`/chat/completions`), and the message that
+comes back goes through the target's chat template: the template's spelling of thinking and tool calls stands for the
+model's own. The standard library does the HTTP: a request lasts seconds, so a pool of connections would gain nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.tokenizer import REPLACEMENT, Tokenizer
+from jetflow_train.chats import Chat, chat_tokens, read_chat
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses of trouble that passes
 FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds between tries, doubling
@@ -32,11 +35,12 @@ WITH_IDS = "return_token_ids"
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer as it comes: its text, why it ended, and its token ids where the endpoint tells them."""
+    """One answer as it comes: its text, why it ended, its token ids where the endpoint tells them, a chat's message."""
 
     text: str
     finish_reason: str | None
-    token_ids: list[int] | None
+    token_ids: list[int] | None = None
+    message: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -89,17 +93,33 @@ class Endpoint:
 
     def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Choice:
         """The answer to a prompt. Raises ValueError when the endpoint refuses it, or is still in trouble after all tries."""
-        body: dict[str, Any] = {
-            "model": self.model,
-            "prompt": list(prompt_ids),
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-        }
+        choice = _first_choice(self._completions(self._body(params) | {"prompt": list(prompt_ids)}), self._url)
+        ids = choice.get("token_ids")
+        known = isinstance(ids, list) and all(type(token) is int for token in cast("list[object]", ids))
+        return Choice(_text(choice, self._url), choice.get("finish_reason"), ids if known else None)
+
+    def chat(self, chat: Chat, params: SamplingParams) -> Choice:
+        """The answer to a conversation. Raises ValueError as `complete` does."""
+        body = self._body(params) | {"messages": [_wire_message(message) for message in chat.messages]}
+        if chat.tools:
+            body["tools"] = chat.tools
+        if chat.template_kwargs:
+            body["chat_template_kwargs"] = chat.template_kwargs
+        choice = _first_choice(self._request("/chat/completions", body), self._url)
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise ValueError(f"{self._url}/chat/completions: the answer's choice has no message")
+        kept = ("content", "reasoning_content", "tool_calls")
+        said = {"role": "assistant"} | {key: message[key] for key in kept if message.get(key)}
+        return Choice(str(said.get("content", "")), choice.get("finish_reason"), None, {"content": ""} | said)
+
+    def _body(self, params: SamplingParams) -> dict[str, Any]:
+        body = {"model": self.model, "max_tokens": params.max_tokens, "temperature": params.temperature}
         if params.temperature:
             body |= {"top_p": params.top_p, "seed": params.seed}
             if params.top_k:
                 body["top_k"] = params.top_k  # not OpenAI's, but everybody's who serves open models
-        return _choice(self._completions(body), self._url)
+        return body
 
     def _completions(self, body: dict[str, Any]) -> Any:
         """Ask for token ids as well, until the endpoint says that it knows no such thing."""
@@ -161,10 +181,8 @@ def _read_key(path: str) -> str:
 
 def _complaint(text: str) -> str:
     """The message of an error body in OpenAI's shape, or its beginning."""
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        pass
     return text.strip()[:MAX_ERROR]
 
 
@@ -175,16 +193,30 @@ def _seconds(header: str | None) -> float:
         return 0.0
 
 
-def _choice(value: Any, url: str) -> Choice:
+def _wire_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the API has it: the arguments of tool calls are text there."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _first_choice(value: Any, url: str) -> dict[str, Any]:
     try:
         choice: Any = value["choices"][0]
-        text, reason, ids = choice["text"], choice.get("finish_reason"), choice.get("token_ids")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"{url}/completions: the answer has no choice with a text ({error!r})") from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{url}: the answer has no choices ({error!r})") from error
+    if not isinstance(choice, dict):
+        raise ValueError(f"{url}: the answer's choice is {type(choice).__name__}")
+    return cast("dict[str, Any]", choice)
+
+
+def _text(choice: dict[str, Any], url: str) -> str:
+    text = choice.get("text")
     if not isinstance(text, str):
         raise ValueError(f"{url}/completions: the answer's text is {type(text).__name__}")
-    known = isinstance(ids, list) and all(type(token) is int for token in cast("list[object]", ids))
-    return Choice(text, reason, ids if known else None)
+    return text
 
 
 def read_answer(tokenizer: Tokenizer, choice: Choice, end: int | None) -> tuple[list[int], str] | Unusable:
@@ -203,6 +235,31 @@ def read_answer(tokenizer: Tokenizer, choice: Choice, end: int | None) -> tuple[
     return ids, choice.finish_reason
 
 
+def read_message(
+    tokenizer: Tokenizer, chat: Chat, prompt_ids: Sequence[int], choice: Choice
+) -> tuple[list[int], str] | Unusable:
+    """`read_answer` for a chat's message: the template renders it behind the prompt, and the end token only of a whole one."""
+    reason = "stop" if choice.finish_reason == "tool_calls" else choice.finish_reason
+    if reason not in ("stop", "length"):
+        return Unusable(f"it ended for the reason {reason!r}")
+    if reason == "length" and (choice.message.keys() & {"reasoning_content", "tool_calls"}):
+        return Unusable("it was cut off, and the template writes thinking and tool calls as a whole; raise max_tokens")
+    if REPLACEMENT in choice.text:
+        return Unusable("its text holds bytes that are no characters")
+    try:
+        answered = read_chat({"messages": [*chat.messages, choice.message]}, "the answer")
+        tokens = chat_tokens(tokenizer, replace(chat, messages=answered.messages))
+    except ValueError as error:
+        return Unusable(str(error))
+    start = tokens.spans[-1][0]
+    if tokens.ids[:start] != list(prompt_ids):
+        return Unusable("the chat template renders its prompt differently once it is answered")
+    ids = tokens.ids[start:]
+    if reason == "length" and ids and ids[-1] in tokenizer.eos_token_ids:
+        ids = ids[:-1]
+    return ids, reason
+
+
 def end_token(tokenizer: Tokenizer) -> int | None:
     """The token that ends a generation; of several, the one that the chat template puts behind an answer."""
     ends = tokenizer.eos_token_ids
@@ -213,17 +270,15 @@ def end_token(tokenizer: Tokenizer) -> int | None:
     return next((token for token in reversed(written) if token in ends), ends[0])
 
 
-def endpoint_answers(
-    endpoint: Endpoint, asked: Sequence[tuple[Sequence[int], SamplingParams]], workers: int
-) -> Iterator[tuple[int, Choice]]:
-    """(number, answer) of every request in `asked`, as they finish, `workers` of them at a time.
+def side_by_side(tasks: Sequence[Callable[[], Choice]], workers: int) -> Iterator[tuple[int, Choice]]:
+    """(number, result) of every task, as they finish, `workers` of them at a time.
 
     The threads are daemons: an interrupt does not wait for answers under way.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     finished: queue.SimpleQueue[tuple[int, Choice | Exception]] = queue.SimpleQueue()
     stopped = threading.Event()
-    for number in range(len(asked)):
+    for number in range(len(tasks)):
         waiting.put(number)
 
     def work() -> None:
@@ -233,15 +288,15 @@ def endpoint_answers(
             except queue.Empty:
                 return
             try:
-                finished.put((number, endpoint.complete(*asked[number])))
+                finished.put((number, tasks[number]()))
             except Exception as error:  # raised again by the reader, who wants no more answers
                 stopped.set()
                 finished.put((number, error))
 
-    for _ in range(min(workers, len(asked))):
+    for _ in range(min(workers, len(tasks))):
         threading.Thread(target=work, daemon=True).start()
     try:
-        for _ in asked:
+        for _ in tasks:
             number, result = finished.get()
             if isinstance(result, Exception):
                 raise result

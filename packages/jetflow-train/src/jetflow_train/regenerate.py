@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jetflow_core.weights import open_checkpoint
 from jetflow_train.chats import prompt_key, tokens_key
 from jetflow_train.config import RegenerateOptions
 from jetflow_train.data import RowKey, variant_of
-from jetflow_train.endpoint import Endpoint, Unusable, end_token, endpoint_answers, read_answer
+from jetflow_train.endpoint import Endpoint, Unusable, end_token, read_answer, read_message, side_by_side
 from jetflow_train.prompts import SAMPLES, Prompt, encode_prompts, read_prompts
 from jetflow_train.row_file import open_rows
 from jetflow_train.targets import target_path
@@ -149,12 +150,22 @@ def endpoint_source(tokenizer: Tokenizer, options: RegenerateOptions) -> Answers
     )
 
     end = end_token(tokenizer)
+    chats = options.endpoint_api == "chat"
 
     def answers(questions: Sequence[Question]) -> Iterator[tuple[Question, Answer | Unusable]]:
-        asked = [(each.prompt_ids, each.params) for each in questions]
-        for number, choice in endpoint_answers(endpoint, asked, options.batch_size):
-            result = read_answer(tokenizer, choice, end)
-            yield questions[number], result if isinstance(result, Unusable) else Answer(*result)
+        tasks = [
+            partial(endpoint.chat, each.prompt.chat, each.params)
+            if chats
+            else partial(endpoint.complete, each.prompt_ids, each.params)
+            for each in questions
+        ]
+        for number, choice in side_by_side(tasks, options.batch_size):
+            asked = questions[number]
+            if chats:
+                result = read_message(tokenizer, asked.prompt.chat, asked.prompt_ids, choice)
+            else:
+                result = read_answer(tokenizer, choice, end)
+            yield asked, result if isinstance(result, Unusable) else Answer(*result)
 
     return answers
 
@@ -201,9 +212,7 @@ def _prompts(tokenizer: Tokenizer, options: RegenerateOptions) -> Iterator[tuple
         yield from ((file, *pair) for pair in zip(prompts, encoded, strict=True))
 
 
-def _question(
-    options: RegenerateOptions, prompt: Prompt, ids: list[int], temperature: float, sample: int
-) -> Question:
+def _question(options: RegenerateOptions, prompt: Prompt, ids: list[int], temperature: float, sample: int) -> Question:
     sampled = {"top_p": options.top_p, "top_k": options.top_k} if temperature else {}
     params = SamplingParams(
         temperature=temperature,
