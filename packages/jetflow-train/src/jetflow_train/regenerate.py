@@ -213,7 +213,7 @@ def _prompts(tokenizer: Tokenizer, options: RegenerateOptions) -> Iterator[tuple
 
 
 def _question(options: RegenerateOptions, prompt: Prompt, ids: list[int], temperature: float, sample: int) -> Question:
-    sampled = {"top_p": options.top_p, "top_k": options.top_k} if temperature else {}
+    sampled: dict[str, Any] = {"top_p": options.top_p, "top_k": options.top_k} if temperature else {}
     params = SamplingParams(
         temperature=temperature,
         max_tokens=min(options.max_tokens, options.max_length - len(ids)),
