@@ -61,7 +61,7 @@ class _Passing(Exception):
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect is an error: it could carry the key to another host."""
 
-    def redirect_request(self, *args: Any) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         """Follow nothing."""
 
 
