@@ -244,6 +244,21 @@ def test_fixed_budgets_beside_auto_stay_whole_and_are_paid_for() -> None:
     assert beside < len(alone_[auto.id]) - 1  # thirty other rows have used up what was nearly free
 
 
+def test_prompts_that_take_the_cheap_rows_end_drafting_for_the_step() -> None:
+    cheap_then_dear = Machine(lambda rows, reads: 0.010 + max(0, rows - 16) * 4e-3, lambda n: 1e-3)
+    load = SimulatedLoad(cheap_then_dear, "auto", 2)
+    load.run(60)
+    load.policy.allot(load.requests)
+    assert all(request.budget > 0 for request in load.requests)
+    credit = load.policy.state().probes, load.policy.state().explorations
+    for _ in range(20):
+        load.policy.allot(load.requests, prefill=1000)
+        assert all(request.budget == 0 for request in load.requests)
+    assert credit == (load.policy.state().probes, load.policy.state().explorations)
+    load.policy.allot(load.requests)
+    assert all(request.budget > 0 for request in load.requests)
+
+
 def test_steps_with_prefill_chunks_do_not_count_as_decoding() -> None:
     load = SimulatedLoad(MACHINES["flat"], "auto", 1)
     load.policy.learn([Spent(load.requests[0], 40, 0, None, np.arange(40))])

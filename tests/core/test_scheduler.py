@@ -712,3 +712,13 @@ def test_fair_shares(wanted: list[int], total: int) -> None:
         assert max(cut) - min(cut) <= 1
         assert cut == sorted(cut, reverse=True)
         assert max(shares) <= min(cut) + 1
+
+
+def test_pending_prefill_is_what_the_next_step_may_read() -> None:
+    scheduler = make_scheduler(blocks=20, page=4, tokens=30, running=2)
+    assert scheduler.pending_prefill == 0
+    for name, prompt in (("a", 12), ("b", 25), ("c", 7)):
+        scheduler.add(make_request(name, prompt, 4))
+    assert scheduler.pending_prefill == 30  # of 37: a third request finds no place, and a step reads 30
+    scheduler.abort("b")
+    assert scheduler.pending_prefill == 12 + 7

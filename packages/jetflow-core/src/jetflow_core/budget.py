@@ -146,7 +146,7 @@ class BudgetPolicy:
         self._started = self._draft_started = self._draft_seconds = 0.0
         self._drafted = self._profiled = 0
         self._probing = False
-        self._resting, self._load = 0, (0, 0)
+        self._resting, self._load = 0, (0, 0, False)
         self._counts = dict.fromkeys(("steps", "drafted_steps", "probes", "explorations", "nodes", "accepted"), 0)
         self._last_nodes = 0
 
@@ -164,35 +164,41 @@ class BudgetPolicy:
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def allot(self, running: Sequence[Request]) -> None:
-        """A step begins: set `budget` of the requests that follow the load to the nodes that are worth ranking now, or to 0."""
+    def allot(self, running: Sequence[Request], prefill: int = 0) -> None:
+        """A step begins: set `budget` of the requests that follow the load to the nodes that are worth ranking now, or to 0.
+
+        `prefill` prompt tokens are going to share the step, and take the cheap rows of its pass.
+        """
         self._started = self.clock()
         self._draft_seconds, self._drafted = 0.0, 0
         self._probing = False
         decoding = [r for r in running if r.is_decoding]
         able = [r for r in decoding if r.auto and r.remaining > 1]
-        load = len(decoding), len(able)
+        load = len(decoding), len(able), prefill > 0
         drafting = False
         if self._resting and load == self._load:
             self._resting -= 1
         elif able:
-            drafting = self._pays(decoding, able)
+            drafting = self._pays(decoding, able, prefill)
             self._resting = 0 if drafting else REST
         self._load = load
         for request in running:
             if request.auto:
                 request.budget = self._history(request).limit(len(able)) if drafting else 0
 
-    def _pays(self, decoding: Sequence[Request], able: Sequence[Request]) -> bool:
+    def _pays(self, decoding: Sequence[Request], able: Sequence[Request], prefill: int) -> bool:
         """Whether the requests `able` to draft, of those `decoding`, should; now and then yes although it does not pay."""
         rows = len(decoding)
         plain = float(self.steps.at(rows)) + self.steps.per_read * sum(r.num_cached for r in decoding)
-        _, tokens, seconds = self._forecast(rows, plain, able)
+        _, tokens, seconds = self._forecast(prefill, plain, decoding, able)
         best = int(np.argmax(tokens / seconds))
         rate = float(tokens[best] / seconds[best])
+        pays = rate > MARGIN * rows / plain
+        if prefill:  # such a step is not timed, so trying something in it teaches nothing
+            return pays
         if not self.steps.known(rows) and self._explores(plain - rows / rate, plain):
             return False
-        if self._profile is None or rate > MARGIN * rows / plain:
+        if self._profile is None or pays:
             return True
         # What a probe loses is what the model says, but the model is in doubt: at least a part of what it costs.
         probe = min(max(best, len(able)), len(tokens) - 1)
@@ -201,14 +207,16 @@ class BudgetPolicy:
         self._counts["probes"] += self._probing
         return self._probing
 
-    def _forecast(self, rows: int, plain: float, able: Sequence[Request]) -> tuple[Ints, Gains, Seconds]:
+    def _forecast(
+        self, prefill: int, plain: float, decoding: Sequence[Request], able: Sequence[Request]
+    ) -> tuple[Ints, Gains, Seconds]:
         """The frontier that a draft would give if every tree were an average one of its request."""
         histories = [self._history(request) for request in able]
         profile = np.ones(1) if self._profile is None else self._profile
         gains = [np.minimum(history.factor * profile[: history.limit(len(able))], 1.0) for history in histories]
-        curve = self.steps.at(rows + np.arange(sum(map(len, gains)) + 1))
+        curve = self.steps.at(prefill + len(decoding) + np.arange(sum(map(len, gains)) + 1))
         seconds = curve - curve[0] + plain + float(self.drafts.at(len(able)))
-        return frontier(gains, self._tolls(able), seconds, rows, self._rate)
+        return frontier(gains, self._tolls(able), seconds, len(decoding), self._rate)
 
     # -- the draft ----------------------------------------------------------------------------------------------------
 

@@ -204,7 +204,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Advance every planned request: a chunk of its prompt, or one or more output tokens."""
-        self.budgets.allot(self.scheduler.running)
+        self.budgets.allot(self.scheduler.running, self.scheduler.pending_prefill)
         shares = self.scheduler.plan()
         if not shares:
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,15 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.running or self.waiting)
+
+    @property
+    def pending_prefill(self) -> int:
+        """Prompt tokens that the next step may read: those of running requests, and of waiting ones that find a place."""
+        pending = 0
+        for request in itertools.islice(self._all(), self.max_running):
+            if not request.is_decoding:
+                pending += len(request.tokens) - request.num_cached
+        return min(pending, self.max_batch_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ValueError when its id is in use or the whole pool could never hold it."""
