@@ -35,7 +35,7 @@ def trainer(folder: Path, changes: dict[str, object], online: bool, ranks: Ranks
         store = build_features(
             folder / "features", model, ROWS, config.target_layer_ids, options.teacher_top, ranks=ranks
         )
-    assert ranks is ALONE or isinstance(model.layers[0].attention.qkv.weight, DTensor)
+    assert ranks is ALONE or isinstance(next(model.layers.parameters()), DTensor)
     return Trainer(head, target_tables(model), store, ROWS, options, ranks)
 
 

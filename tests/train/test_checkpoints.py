@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from training_tiny import tiny_model, tiny_options, tiny_rows
 
 from jetflow_train import cli
 from jetflow_train import trainer as trainer_module
-from jetflow_train.checkpoint import checkpoints
+from jetflow_train.checkpoint import checkpoints, export_head
 from jetflow_train.data import spread
 from jetflow_train.recipe import Progress, new_trainer
 from jetflow_train.trainer import MAIN_BUDGET, Trainer
@@ -93,7 +93,7 @@ def test_an_earlier_checkpoint_resumes_too(tmp_path: Path) -> None:
 
 
 @contextmanager
-def file_limit(size: int) -> Iterator[None]:
+def file_limit(size: int) -> Generator[None]:
     """Writes beyond `size` bytes of a file fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_the_earlier_head(tmp_path: Path) -> None:
     head = run.output / "head"
     before = {path.name: path.read_bytes() for path in head.iterdir()}
     with file_limit(1000), pytest.raises(ValueError, match="cannot write"):
-        trainer_module.export_head(head, run.head)
+        export_head(head, run.head)
     assert {path.name: path.read_bytes() for path in head.iterdir()} == before
     assert not (run.output / "head.partial").exists()
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from training_tiny import CPU
 
-from jetflow_train.losses import LOSSES, Divergence, Kind, SlotAcceptance, draft_index, slot_hits, sparse_teacher
+from jetflow_train.losses import LOSSES, Divergence, SlotAcceptance, draft_index, slot_hits, sparse_teacher
+from jetflow_triton.distill import Kind
 
 VOCABULARY = torch.cat([torch.arange(0, 50)[::2], torch.tensor([1, 3, 5, 7, 9])]).sort().values
 

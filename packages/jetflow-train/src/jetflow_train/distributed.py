@@ -9,7 +9,7 @@ The frozen target, which every rank needs for features, is sharded layer by laye
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,7 +74,7 @@ ALONE = Ranks()
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def joined(device: str) -> Generator[Ranks]:
     """Join the processes that `torchrun` has started; alone without it. `device` is the option of that name."""
     if not launched():
         yield ALONE
@@ -106,7 +106,9 @@ class SharedTarget:
         if ranks.world > 1:
             mesh = init_device_mesh(model.embed.device.type, (ranks.world,))
             for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
+                fully_shard(
+                    layer, mesh=mesh, reshard_after_forward=True
+                )  # each layer is a root, which would stay whole
             model.register_forward_pre_hook(self._announce)
 
     def _announce(self, *_: object) -> None:

@@ -34,10 +34,11 @@ from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row
 from jetflow_train.distributed import ALONE, Ranks, deal
 from jetflow_train.features import Features, RowFeatures
-from jetflow_train.losses import Divergence, Kind, SlotAcceptance, draft_index, slot_hits
+from jetflow_train.losses import Divergence, SlotAcceptance, draft_index, slot_hits
 from jetflow_train.masters import MasterWeights
 from jetflow_train.order import DataOrder, Draw, Position
 from jetflow_train.simulate import forced_metrics, replayed_tau
+from jetflow_triton.distill import Kind
 
 FORCED_ROWS, FORCED_ANCHORS = 24, 8
 REPLAYED_ROWS, REPLAYED_TOKENS, REPLAYED_BUDGETS = 8, 48, (8, 32)
@@ -204,7 +205,8 @@ class Trainer:
         if broken.any():
             bad = [part for number, part in enumerate(parts) if broken[number // options.accumulate]]
             self._refuse(math.nan, math.nan, [draws[item].row for part in bad for item in part])
-        return StepTotals(*totals.tolist(), hits if measured else None)
+        conditional, marginal, weight = totals.tolist()
+        return StepTotals(conditional, marginal, weight, hits if measured else None)
 
     def _refuse(self, loss: float, norm: float, rows: Sequence[int]) -> None:
         names = ", ".join(self.rows[row].id for row in rows)
