@@ -33,9 +33,9 @@ def reference(kind: str, dtype: torch.dtype) -> tuple[Decoder, list[Completion]]
     model.set_max_positions(256)  # the rotary table stays float32
     model.set_exact()
     plain = [
-        LLM(Engine(model, config=EngineConfig(budget=0, max_batch_tokens=16, max_running=1))).generate([prompt], params)[
-            0
-        ]
+        LLM(Engine(model, config=EngineConfig(budget=0, max_batch_tokens=16, max_running=1))).generate(
+            [prompt], params
+        )[0]
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
     ]
     return model, plain

@@ -49,7 +49,9 @@ class RegenerateOptions:
     endpoint: str | None = _option(
         None, "let an OpenAI-compatible endpoint answer that serves the target: http://host:port/v1"
     )
-    endpoint_api: str = _option("completions", "completions (token ids, exact) or chat (messages, where that is all it knows)")
+    endpoint_api: str = _option(
+        "completions", "completions (token ids, exact) or chat (messages, where that is all it knows)"
+    )
     endpoint_model: str | None = _option(None, "the target's name there (default: the first that it lists)")
     api_key_file: str | None = _option(None, "file with the endpoint's API key")
     retries: int = _option(6, "tries after a busy, broken or unreachable endpoint, with growing waits between them")
