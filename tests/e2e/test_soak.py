@@ -223,7 +223,8 @@ async def client_loop(soak: Soak, client: httpx.AsyncClient, number: int) -> Non
 
 
 async def crowd(soak: Soak) -> None:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS)
+    # A server closes connections that idle for 5 s; a client that reuses one at that very moment has an error of its own making.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=CLIENTS, keepalive_expiry=1)
     async with httpx.AsyncClient(base_url=soak.url, timeout=60, limits=limits) as client:
         await asyncio.gather(*(client_loop(soak, client, number) for number in range(CLIENTS)))
 
