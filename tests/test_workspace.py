@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 MEMBERS = {
     "jetflow_triton": set(),
     "jetflow_core": {"jetflow_triton"},
-    "jetflow_train": {"jetflow_core"},
+    "jetflow_train": {"jetflow_core", "jetflow_triton"},
     "jetflow_serve": {"jetflow_core"},
 }
 

@@ -59,8 +59,8 @@ def test_the_shipped_head_earns_its_keep(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """`jetflow-serve` as a user starts it, on a free port."""
-    command = [sys.executable, "-m", "jetflow_serve", "--port", "0"]
+    """`jetflow-serve` as a user starts it, on a free port; on a busy machine the budget `auto` may not draft at all."""
+    command = [sys.executable, "-m", "jetflow_serve", "--port", "0", "--budget", "8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None

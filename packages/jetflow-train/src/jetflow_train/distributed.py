@@ -8,7 +8,6 @@ The frozen target, which every rank needs for features, is sharded layer by laye
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ def joined(device: str) -> Generator[Ranks]:
     if not launched():
         yield ALONE
         return
-    local = int(os.environ["LOCAL_RANK"])  # torchrun says it in no other way
+    local = dist.get_node_local_rank()
     cuda = resolve_device(device).type == "cuda"
     if cuda:
         torch.cuda.set_device(local)
