@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import get_node_local_rank
 from torch.distributed.fsdp import fully_shard
 
 from jetflow_core.model import Decoder, resolve_device
@@ -78,7 +79,7 @@ def joined(device: str) -> Generator[Ranks]:
     if not launched():
         yield ALONE
         return
-    local = dist.get_node_local_rank()
+    local = get_node_local_rank()
     cuda = resolve_device(device).type == "cuda"
     if cuda:
         torch.cuda.set_device(local)
