@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from training_tiny import VOCABULARY, tiny_model, tiny_options, tiny_rows
 
-from jetflow_train.data import Row, counted_spans, frequent_tokens, is_held_out, read_rows, shard, spread
+from jetflow_train.data import Row, counted_spans, frequent_tokens, is_held_out, read_rows, spread
 from jetflow_train.heads import head_config
 
 MODEL = tiny_model()
@@ -56,15 +54,6 @@ def test_rows_of_one_prompt_fall_on_the_same_side() -> None:
     mixed = spread(rows + others)
     pairs = [(one.prompt_ids, two.prompt_ids) for one, two in zip(mixed[::2], mixed[1::2], strict=True)]
     assert all(one == two for one, two in pairs)
-
-
-@given(count=st.integers(0, 40), world=st.integers(1, 9))
-def test_shards_are_equal_and_leave_nothing_out(count: int, world: int) -> None:
-    shares = [shard(range(count), rank, world) for rank in range(world)]
-    assert {len(share) for share in shares} == {-(-count // world)}
-    dealt = [item for turn in zip(*shares, strict=True) for item in turn]
-    assert dealt[:count] == list(range(count))
-    assert all(item == number % count for number, item in enumerate(dealt))
 
 
 def test_only_tokens_with_a_loss_count_and_anchors_stay_among_them() -> None:

@@ -57,10 +57,6 @@ class Fields:
             raise self.error(key, "expected a finite number")
         return float(value)
 
-    def maybe_number(self, key: str) -> float | None:
-        """The number under `key`, or None when absent."""
-        return self.number(key) if self.has(key) else None
-
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """The boolean under `key`; without a default the key is required."""
         value = self._get(key, default)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from jetflow_core.tokenizer import Tokenizer
 from jetflow_train.chats import (
@@ -35,7 +35,6 @@ from jetflow_train.chats import (
 )
 
 CORPUS_KEYS = ("messages", "response", "text", "turns")
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -277,12 +276,3 @@ def frequent_tokens(rows: Iterable[Row], size: int, vocab_size: int, always: Ite
 def spread(rows: Sequence[Row]) -> list[Row]:
     """Rows ordered by a hash of their prompts: held-out ones first, then the rest in a fixed, well-mixed order."""
     return sorted(rows, key=lambda row: (_draw(row), row.prompt_key, _warmth(row), row.id, row.sample, row.variant))
-
-
-def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:
-    """The share of `rank` among `world` ranks: items rank, rank + world, …; the first items again where the last round
-    is not full, so that every rank has the same number. No items: no share.
-    """
-    assert 0 <= rank < world
-    rounds = -(-len(items) // world)
-    return [items[(rank + world * turn) % len(items)] for turn in range(rounds)]
