@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import hinted
 from hinted import HintedDrafter
+from jetflow_core.drafter import HeadDrafter
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM, check_head
 from jetflow_core.model import Decoder
@@ -152,8 +153,8 @@ def test_draft_context_is_what_one_pass_over_the_committed_tokens_gives() -> Non
     positions = np.arange(request.num_cached)
     mine = np.array(request.blocks)[positions // 4] * 4 + positions % 4
     theirs = np.array(other.blocks)[positions // 4] * 4 + positions % 4
-    assert engine.drafter is not None
-    assert fresh.drafter is not None
+    assert isinstance(engine.drafter, HeadDrafter)
+    assert isinstance(fresh.drafter, HeadDrafter)
     for a, b in ((engine.cache, fresh.cache), (engine.drafter.cache, fresh.drafter.cache)):
         torch.testing.assert_close(
             a.pages.flatten(2, 3)[:, :, mine], b.pages.flatten(2, 3)[:, :, theirs], rtol=1e-4, atol=1e-4

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hinted import hinted_engine
+from jetflow_core.drafter import HeadDrafter
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.kv_cache import KVCache
 from jetflow_core.llm import LLM
@@ -72,7 +73,7 @@ def guard_shared_pages(engine: Engine) -> None:
 
 
 def caches(engine: Engine) -> list[KVCache]:
-    return [engine.cache, *([engine.drafter.cache] if engine.drafter else [])]
+    return [engine.cache, *([engine.drafter.cache] if isinstance(engine.drafter, HeadDrafter) else [])]
 
 
 class Client:

@@ -1,12 +1,14 @@
-"""From anchors to draft trees: one pass of the head for all requests of a step.
+"""From anchors to draft trees: what every drafter is asked, and the JetFlow head's answer, one pass for all requests of a step.
 
-Shapes: R requests, B block slots, D = B − 1 draft depths, K candidates a depth, C head width, V' draft vocabulary.
+Shapes: T committed rows, K·Ct concatenated taps, R requests, B block slots, D = B − 1 draft depths, K candidates a depth,
+C head width, V' draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,13 +22,60 @@ from jetflow_core.tree import Candidates, DraftTree, best_first_trees
 
 @dataclass(frozen=True)
 class DraftJob:
-    """One request's wish for a tree: its anchor token at `position`, a node budget besides the anchor, and a depth limit."""
+    """One request's wish for a tree: its `tokens`, whose last one is the anchor, a node budget besides the anchor, and a depth
+    limit. Slots from the anchor's position on are the drafter's to write until the step is committed.
+    """
 
-    anchor: int
-    position: int
+    tokens: Sequence[int]
     blocks: Sequence[int]
     budget: int
     max_depth: int
+
+    @property
+    def anchor(self) -> int:
+        """The last committed token, the root of the tree."""
+        return self.tokens[-1]
+
+    @property
+    def position(self) -> int:
+        """The anchor's absolute position, which is the length of the cached prefix."""
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Rows of a step that are now part of their requests' prefixes, request by request, each in order.
+
+    `taps` [T, K·Ct] of `tap_layers`; `tokens`, `positions` and physical `slots` [T] int64; `before` [T] is the slot of the
+    position before a row's own, −1 at position 0.
+    """
+
+    taps: Tensor
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    before: Tensor
+
+
+class Drafter(Protocol):
+    """Proposes trees.
+
+    `tap_layers`: target layers whose outputs it wants to see; `block_slots`: slots that it writes from the anchor on.
+    """
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_slots(self) -> int: ...
+
+    def observe(self, rows: Committed) -> None:
+        """Take in newly committed tokens, each once and in order; what a prefix-cache hit brings is not shown again."""
+        ...
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
+        """One tree a job, within its budget and depth."""
+        ...
 
 
 class HeadDrafter:
@@ -42,11 +91,11 @@ class HeadDrafter:
         self.block_slots = config.block_size
         self.cache = KVCache(config.num_layers, num_blocks, page, config.num_kv_heads, config.head_dim, dtype, device)
 
-    def observe(self, taps: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write the context of newly committed tokens: taps [T, K·Ct] at `positions` [T] into physical `slots` [T]."""
-        pairs = self.head.context_kv(self.head.fuse(taps), positions)
+    def observe(self, rows: Committed) -> None:
+        """Write the context of newly committed tokens."""
+        pairs = self.head.context_kv(self.head.fuse(rows.taps), rows.positions)
         for layer, (k, v) in enumerate(pairs):
-            self.cache.write(layer, k, v, slots)
+            self.cache.write(layer, k, v, rows.slots)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
         """One tree a job, from one forward of the head over all blocks [anchor, MASK, …]."""

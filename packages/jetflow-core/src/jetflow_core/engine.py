@@ -12,7 +12,7 @@ from torch import Tensor
 from jetflow_core.batch import PagedAttention, Segment, build_batch
 from jetflow_core.block_pool import BlockPool
 from jetflow_core.budget import Budget, BudgetPolicy, Spent, check_budget
-from jetflow_core.drafter import DraftJob, HeadDrafter
+from jetflow_core.drafter import Committed, Drafter, DraftJob, HeadDrafter
 from jetflow_core.head import DraftHead
 from jetflow_core.kv_cache import KVCache, free_memory
 from jetflow_core.model import Decoder
@@ -114,7 +114,10 @@ class Engine:
             model.embed.dtype,
             self.device,
         )
-        self.drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates) if head else None
+        self.head = head
+        self.drafter: Drafter | None = (
+            HeadDrafter(head, num_blocks, config.page_size, config.candidates) if head else None
+        )
         self.budgets = BudgetPolicy()
         self.scheduler = Scheduler(
             BlockPool(num_blocks, config.page_size),
@@ -224,7 +227,7 @@ class Engine:
         if drafting and self.drafter is not None:
             drafts = [share.draft for share in shares if share.draft > 0]
             jobs = [
-                DraftJob(request.tokens[-1], request.num_cached, request.blocks, draft, request.remaining - 1)
+                DraftJob(request.tokens, request.blocks, draft, request.remaining - 1)
                 for request, draft in zip(drafting, drafts, strict=True)
             ]
             self.budgets.draft_begins()
@@ -242,19 +245,22 @@ class Engine:
     def _commit(self, verified: Sequence[Verified], taps: Tensor) -> None:
         """Make the accepted rows part of the prefix: move their K/V to contiguous slots and write the drafter's context."""
         page = self.config.page_size
-        source, target, positions = [], [], []
+        source, target, before, tokens, positions = [], [], [], [], []
         for item in verified:
             segment, order = item.segment, np.arange(len(item.rows))
             source.append(segment.slots(segment.prefix + item.rows, page))
             target.append(segment.slots(segment.prefix + order, page))
             positions.append(segment.prefix + order)
+            tokens.append(segment.ids[item.rows])
+            before.append(np.where(positions[-1] > 0, segment.slots(np.maximum(positions[-1] - 1, 0), page), -1))
         origin, place = np.concatenate(source), np.concatenate(target)
         moved = origin != place
         if moved.any():
             self.cache.move(self._tensor(origin[moved]), self._tensor(place[moved]))
         if self.drafter is not None:
             rows = self._tensor(np.concatenate(_flat_rows(verified)))
-            self.drafter.observe(taps[rows], self._tensor(np.concatenate(positions)), self._tensor(place))
+            ids, where, previous = (self._tensor(np.concatenate(each)) for each in (tokens, positions, before))
+            self.drafter.observe(Committed(taps[rows], ids, where, self._tensor(place), previous))
 
     def _advance(self, item: Verified) -> Output | None:
         """Hand the new tokens to the request; None while its prompt is read."""

@@ -157,7 +157,7 @@ def _load(options: Namespace, loads: Sequence[Load]) -> tuple[Parts, dict[str, A
         options.max_running = max([EngineConfig.max_running, *(load.clients for load in loads if load.rate is None)])
     llm = load_llm(choice, options)
     facts = {"model": choice.name, "head": choice.head or "none", **describe(llm)}
-    head = None if llm.engine.drafter is None else llm.engine.drafter.head
+    head = llm.engine.head
     warm_up(llm, ["auto"])
     return Parts(llm.engine.model, llm.tokenizer, head, llm.engine.config, llm.engine.budgets), facts
 

@@ -163,8 +163,8 @@ def predictions(llm: LLM, name: str, runs: dict[int, list[Run]]) -> tuple[dict[i
     In half precision an answer can part from plain decoding's at a near-tie, so every budget is held against its own.
     Raises ValueError when no answer has a second token.
     """
-    assert llm.engine.drafter is not None
-    head = llm.engine.drafter.head
+    assert llm.engine.head is not None
+    head = llm.engine.head
     rules = head_rules(head)
     known: dict[tuple[int, ...], RowFeatures] = {}
 
