@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -15,14 +16,19 @@ from jetflow_core.budget import Budget, BudgetPolicy, Spent, check_budget
 from jetflow_core.drafter import Committed, Drafter, DraftJob, HeadDrafter
 from jetflow_core.head import DraftHead
 from jetflow_core.kv_cache import KVCache, free_memory
+from jetflow_core.lookup import LookupDrafter
+from jetflow_core.merging import MergedDrafter
 from jetflow_core.model import Decoder
 from jetflow_core.request import Output, Request
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.scheduler import Scheduler, Share
+from jetflow_core.shaping import Shaping, shaped
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
 from jetflow_core.tree import DraftTree, Ints
 from jetflow_core.verify import Verified, verify
 from jetflow_triton.exact_attention import LAG
+
+DrafterKind = Literal["auto", "head", "lookup", "head+lookup"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,10 @@ class EngineConfig:
     `budget`: draft nodes a request and step besides the anchor; 0 decodes autoregressively, "auto" follows the load
     (see `jetflow_core.budget`). `num_pages` None sizes the cache for `max_running` requests of `max_model_len` within
     `cache_gib` GiB, by default a share of the device's free memory.
-    `max_model_len` None is what model, head and cache allow. `candidates`: tokens the drafter considers at each depth.
+    `max_model_len` None is what model, head and cache allow.
+    `drafter`: who drafts; "auto" is the head where there is one, else nobody. `candidates`: tokens the head considers at each
+    depth. `draft_depth`, `draft_cutoff` and `draft_temperature` shape the trees (see `jetflow_core.shaping`); a temperature of
+    None is each drafter's own, such as the one a head's configuration holds.
     `prefix_cache`: pages of equal beginnings are computed once and kept after their request, until another needs the memory.
     """
 
@@ -43,7 +52,11 @@ class EngineConfig:
     max_batch_tokens: int = 1024
     max_running: int = 32
     max_model_len: int | None = None
+    drafter: DrafterKind = "auto"
     candidates: int = 32
+    draft_depth: int | None = None
+    draft_cutoff: float = 0.0
+    draft_temperature: float | None = None
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -54,6 +67,8 @@ class EngineConfig:
             "candidates": 1,
         }
         check_budget(self.budget)
+        check_drafter(self.drafter)
+        self.shaping()
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} is {getattr(self, name)}: use {minimum} or more")
@@ -63,6 +78,17 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}: use 1 or more, or leave it out")
         if self.cache_gib is not None and not 0 < self.cache_gib < float("inf"):
             raise ValueError(f"cache_gib is {self.cache_gib}: use a positive number of GiB, or leave it out")
+
+    def shaping(self, temperature: float = 1.0) -> Shaping:
+        """What is done to the trees of a drafter whose own `temperature` this is. Raises ValueError for bad options."""
+        own = temperature if self.draft_temperature is None else self.draft_temperature
+        return Shaping(self.draft_depth, own, self.draft_cutoff)
+
+
+def check_drafter(drafter: object) -> None:
+    """Raise ValueError for anything but a `DrafterKind`."""
+    if drafter not in get_args(DrafterKind):
+        raise ValueError(f"drafter is {drafter!r}: use one of {', '.join(get_args(DrafterKind))}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +120,7 @@ class Engine:
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model, self.tokenizer = model, tokenizer
+        head = _drafting_head(config.drafter, head)
         if model.exact and head is not None and head.config.block_size - 1 > LAG:
             raise ValueError(
                 f"the draft head drafts {head.config.block_size - 1} tokens deep, exact mode takes at most {LAG}: "
@@ -115,9 +142,7 @@ class Engine:
             self.device,
         )
         self.head = head
-        self.drafter: Drafter | None = (
-            HeadDrafter(head, num_blocks, config.page_size, config.candidates) if head else None
-        )
+        self.drafter = _build_drafter(config, head, num_blocks)
         self.budgets = BudgetPolicy()
         self.scheduler = Scheduler(
             BlockPool(num_blocks, config.page_size),
@@ -157,7 +182,7 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. Raises ValueError for a prompt or parameters that can never be served.
 
-        `budget` overrides the engine's node budget for this request; without a draft head only 0 drafts nothing.
+        `budget` overrides the engine's node budget for this request; without a drafter nothing is drafted.
         Requests share cached pages only with those of the same `cache_salt`.
         """
         budget = self.config.budget if budget is None else budget
@@ -333,6 +358,26 @@ def _segment(share: Share, tree: DraftTree | None) -> Segment:
     if tree is not None:
         return Segment.of_tree(tree, start, request.blocks)
     return Segment.chain(request.tokens[start : start + share.known], start, request.blocks)
+
+
+def _drafting_head(drafter: DrafterKind, head: DraftHead | None) -> DraftHead | None:
+    """The head that drafts; "lookup" does without. Raises ValueError when one is asked for and there is none."""
+    if drafter in ("head", "head+lookup") and head is None:
+        raise ValueError(f'drafter is "{drafter}", but there is no draft head: give one, or use "lookup"')
+    return None if drafter == "lookup" else head
+
+
+def _build_drafter(config: EngineConfig, head: DraftHead | None, num_blocks: int) -> Drafter | None:
+    """What `config` asks for: the head that drafts, lookup, or both, each with its own calibration."""
+    parts: list[Drafter] = []
+    if head is not None:
+        drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates)
+        parts.append(shaped(drafter, config.shaping(head.config.draft_temperature)))
+    if config.drafter in ("lookup", "head+lookup"):
+        parts.append(shaped(LookupDrafter(), config.shaping()))
+    if len(parts) > 1:
+        return MergedDrafter(parts)
+    return parts[0] if parts else None
 
 
 def _position_limit(model: Decoder, head: DraftHead | None) -> int:

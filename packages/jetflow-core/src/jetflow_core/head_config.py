@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -24,6 +25,7 @@ OWN_KEYS = frozenset(
         "draft_vocab_size",
         "learned_mask",
         "target_hidden_size",
+        "draft_temperature",
     }
 )
 
@@ -59,6 +61,7 @@ class HeadConfig:
     pairwise_size: int = 0  # inner width of the pairwise MLP
     draft_vocab_size: int | None = None  # None: the target's whole vocabulary
     learned_mask: bool = False  # an own embedding for the mask slots instead of the target's row
+    draft_temperature: float = 1.0  # draft log-probabilities divided by it tell how often paths are accepted
 
     def __post_init__(self) -> None:
         check_decoder(
@@ -91,6 +94,8 @@ class HeadConfig:
                 f"pairwise_size = {self.pairwise_size}: must be positive with branch_conditioning "
                 f"'pairwise' and 0 with 'none', which is {self.branch_conditioning!r}"
             )
+        if not 0 < self.draft_temperature < math.inf:
+            raise ValueError(f"draft_temperature = {self.draft_temperature}: must be a finite number above 0")
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: must be in 1 … {self.vocab_size}")
 
@@ -153,6 +158,7 @@ class HeadConfig:
                 pairwise_size=own.integer("pairwise_size", 0),
                 draft_vocab_size=own.maybe_integer("draft_vocab_size"),
                 learned_mask=own.boolean("learned_mask", False),
+                draft_temperature=own.number("draft_temperature", 1.0),
             )
 
     def to_hf(self) -> dict[str, object]:
@@ -180,6 +186,7 @@ class HeadConfig:
                 "draft_vocab_size": self.draft_vocab_size,
                 "learned_mask": self.learned_mask,
                 "target_hidden_size": self.target_hidden_size,
+                "draft_temperature": self.draft_temperature,
             },
             "num_hidden_layers": self.num_layers,
             "hidden_size": self.hidden_size,
