@@ -17,6 +17,7 @@ from torch import Tensor
 from jetflow_core.batch import PagedAttention, Segment, build_batch
 from jetflow_core.head import DraftHead
 from jetflow_core.kv_cache import KVCache
+from jetflow_core.step_clock import StepClock
 from jetflow_core.tree import Candidates, DraftTree, best_first_trees
 
 
@@ -81,12 +82,16 @@ class Drafter(Protocol):
 class HeadDrafter:
     """Drafts with a JetFlow (or DFlash) head whose context lives in its own pages under the target's block tables.
 
-    `width` is the number K of candidates considered at each depth.
+    `width` is the number K of candidates considered at each depth. The head's pass ends the phase "draft" of `clock`, the trees
+    its phase "tree".
     """
 
-    def __init__(self, head: DraftHead, num_blocks: int, page: int, width: int = 32) -> None:
+    def __init__(
+        self, head: DraftHead, num_blocks: int, page: int, width: int = 32, clock: StepClock | None = None
+    ) -> None:
         config, dtype, device = head.config, head.norm.weight.dtype, head.norm.weight.device
         self.head, self.page, self.width, self.device = head, page, width, device
+        self._clock = clock or StepClock()
         self.tap_layers = config.target_layer_ids
         self.block_slots = config.block_size
         self.cache = KVCache(config.num_layers, num_blocks, page, config.num_kv_heads, config.head_dim, dtype, device)
@@ -106,12 +111,15 @@ class HeadDrafter:
         hidden = self.head(batch.input_ids, batch.positions, PagedAttention(self.cache, batch, config.head_dim))
         hidden = hidden.view(len(jobs), config.block_size, -1)[:, 1:]
         candidates = head_candidates(self.head, hidden, batch.input_ids[:: config.block_size], self.width)
-        return best_first_trees(
+        self._clock.lap("draft")
+        trees = best_first_trees(
             [job.anchor for job in jobs],
             candidates,
             [job.budget for job in jobs],
             [job.max_depth for job in jobs],
         )
+        self._clock.lap("tree")
+        return trees
 
 
 def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, width: int) -> list[Candidates]:

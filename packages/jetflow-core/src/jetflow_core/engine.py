@@ -23,6 +23,7 @@ from jetflow_core.request import Output, Request
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.scheduler import Scheduler, Share
 from jetflow_core.shaping import Shaping, shaped
+from jetflow_core.step_clock import PhaseTimes, StepClock
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
 from jetflow_core.tree import DraftTree, Ints
 from jetflow_core.verify import Verified, verify
@@ -142,7 +143,8 @@ class Engine:
             self.device,
         )
         self.head = head
-        self.drafter = _build_drafter(config, head, num_blocks)
+        self._clock = StepClock()
+        self.drafter = _build_drafter(config, head, num_blocks, self._clock)
         self.budgets = BudgetPolicy()
         self.scheduler = Scheduler(
             BlockPool(num_blocks, config.page_size),
@@ -176,6 +178,11 @@ class Engine:
             hit_tokens=scheduler.hit_tokens,
             preemptions=scheduler.preemptions,
         )
+
+    @property
+    def phases(self) -> PhaseTimes:
+        """Where the time of all steps so far went."""
+        return self._clock.times
 
     def add(
         self, prompt_ids: Sequence[int], params: SamplingParams, budget: Budget | None = None, cache_salt: str = ""
@@ -232,17 +239,21 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Advance every planned request: a chunk of its prompt, or one or more output tokens."""
+        self._clock.begin()
         self.budgets.allot(self.scheduler.running, self.scheduler.pending_prefill)
         shares = self.scheduler.plan()
+        self._clock.lap("plan")
         if not shares:
             return []
         segments = self._draft(shares)
         hidden, taps = self._forward(segments)
-        verified = verify(self.model, self.vocab_size, shares, segments, hidden)
+        verified = verify(self.model, self.vocab_size, shares, segments, hidden, self._clock)
         self._commit(verified, taps)
+        self._clock.lap("commit")
         outputs = [output for item in verified if (output := self._advance(item)) is not None]
         self.budgets.learn([_spent(item) for item in verified])
         self._settle(verified, hidden)  # last: should anything fail before, no request has left without its output
+        self._clock.end()
         return outputs
 
     def _draft(self, shares: Sequence[Share]) -> list[Segment]:
@@ -257,7 +268,9 @@ class Engine:
             ]
             self.budgets.draft_begins()
             drafted = {request.id: tree for request, tree in zip(drafting, self.drafter.propose(jobs), strict=True)}
+            self._clock.lap("draft")
             trees = self.budgets.cut(shares, drafted)
+            self._clock.lap("tree")
         return [_segment(share, trees.get(share.request.id)) for share in shares]
 
     def _forward(self, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
@@ -265,7 +278,10 @@ class Engine:
         batch = build_batch(segments, self.config.page_size, self.device)
         attend = PagedAttention(self.cache, batch, self.model.config.head_dim, exact=self.model.exact)
         taps = self.drafter.tap_layers if self.drafter else ()
-        return self.model(batch.input_ids, batch.positions, attend, taps)
+        self._clock.lap("batch")
+        hidden = self.model(batch.input_ids, batch.positions, attend, taps)
+        self._clock.lap("verify")
+        return hidden
 
     def _commit(self, verified: Sequence[Verified], taps: Tensor) -> None:
         """Make the accepted rows part of the prefix: move their K/V to contiguous slots and write the drafter's context."""
@@ -367,11 +383,11 @@ def _drafting_head(drafter: DrafterKind, head: DraftHead | None) -> DraftHead | 
     return None if drafter == "lookup" else head
 
 
-def _build_drafter(config: EngineConfig, head: DraftHead | None, num_blocks: int) -> Drafter | None:
+def _build_drafter(config: EngineConfig, head: DraftHead | None, num_blocks: int, clock: StepClock) -> Drafter | None:
     """What `config` asks for: the head that drafts, lookup, or both, each with its own calibration."""
     parts: list[Drafter] = []
     if head is not None:
-        drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates)
+        drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates, clock)
         parts.append(shaped(drafter, config.shaping(head.config.draft_temperature)))
     if config.drafter in ("lookup", "head+lookup"):
         parts.append(shaped(LookupDrafter(), config.shaping()))

@@ -16,6 +16,7 @@ from jetflow_core.model import Decoder
 from jetflow_core.processing import ProcessedRow, process
 from jetflow_core.sampling import Choice, choose
 from jetflow_core.scheduler import Share
+from jetflow_core.step_clock import StepClock
 from jetflow_core.tree import DraftTree, Ints, accept
 
 
@@ -46,11 +47,17 @@ class Verified:
 
 
 def verify(
-    model: Decoder, vocab_size: int, shares: Sequence[Share], segments: Sequence[Segment], hidden: Tensor
+    model: Decoder,
+    vocab_size: int,
+    shares: Sequence[Share],
+    segments: Sequence[Segment],
+    hidden: Tensor,
+    clock: StepClock,
 ) -> list[Verified]:
     """Decide the tokens of a step from the target's final `hidden` states [T, C] of all its rows.
 
-    Ids from `vocab_size` on are padding of the LM head and are never chosen.
+    Ids from `vocab_size` on are padding of the LM head and are never chosen. The logits count to the phase "verify" of `clock`,
+    the rest to "accept".
     """
     starts = np.cumsum([0, *(len(segment.ids) for segment in segments)])
     decisions = [
@@ -60,7 +67,9 @@ def verify(
     ]
     rows = [decision.first_row + np.arange(len(decision.tree)) for decision in decisions]
     bounds = np.cumsum([0, *(len(own) for own in rows)])
+    clock.lap("accept")
     logits = _logits(model, vocab_size, hidden, rows)
+    clock.lap("verify")
 
     def choose_after(active: Sequence[int], nodes: Sequence[int]) -> list[int]:
         """The target's token after node `nodes[k]` of tree `active[k]`."""
@@ -83,6 +92,7 @@ def verify(
         rows_kept = np.arange(len(segment.ids)) if segment.tree is None else np.array(path)
         prompt = _prompt_logprobs(model, vocab_size, share, segment, int(start), hidden)
         verified.append(Verified(share, segment, rows_kept, tokens, False, logprobs.get(request_id), prompt))
+    clock.lap("accept")
     return verified
 
 
