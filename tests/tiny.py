@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from jetflow_core.config import HeadConfig, ModelConfig, RopeConfig
+from jetflow_core.eagle import EagleHead
+from jetflow_core.eagle_config import EagleConfig
 from jetflow_core.head import DraftHead
 from jetflow_core.model import Decoder
 
@@ -92,4 +94,33 @@ def tiny_head(
     if head.pairwise is not None:
         assert head.pairwise.down.weight is not None
         torch.nn.init.normal_(head.pairwise.down.weight, std=0.2)
+    return head.requires_grad_(False).to(model.embed.dtype).float_tables()
+
+
+def tiny_eagle(
+    model: Decoder, *, draft_vocab: torch.Tensor | None = None, depth: int = 5, expanded: int = 3, seed: int = 0
+) -> EagleHead:
+    """A random EAGLE head for `model`, ready to draft."""
+    target = model.config
+    config = EagleConfig(
+        depth=depth,
+        expanded=expanded,
+        target_layer_ids=(0, 2),
+        num_target_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(),
+        draft_vocab_size=None if draft_vocab is None else len(draft_vocab),
+    )
+    assert model.lm_head.weight is not None
+    head = EagleHead(config, model.embed, model.lm_head.weight, draft_vocab)
+    torch.manual_seed(seed)
+    head.reset_parameters(0.2)
     return head.requires_grad_(False).to(model.embed.dtype).float_tables()

@@ -13,8 +13,8 @@ from torch import Tensor
 from jetflow_core.batch import PagedAttention, Segment, build_batch
 from jetflow_core.block_pool import BlockPool
 from jetflow_core.budget import Budget, BudgetPolicy, Spent, check_budget
-from jetflow_core.drafter import Committed, Drafter, DraftJob, HeadDrafter
-from jetflow_core.head import DraftHead
+from jetflow_core.drafter import Committed, Drafter, DraftJob
+from jetflow_core.heads import Head, context_bytes_per_slot, head_drafter
 from jetflow_core.kv_cache import KVCache, free_memory
 from jetflow_core.lookup import LookupDrafter
 from jetflow_core.merging import MergedDrafter
@@ -116,7 +116,7 @@ class Engine:
         self,
         model: Decoder,
         tokenizer: Tokenizer | None = None,
-        head: DraftHead | None = None,
+        head: Head | None = None,
         config: EngineConfig | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
@@ -376,18 +376,18 @@ def _segment(share: Share, tree: DraftTree | None) -> Segment:
     return Segment.chain(request.tokens[start : start + share.known], start, request.blocks)
 
 
-def _drafting_head(drafter: DrafterKind, head: DraftHead | None) -> DraftHead | None:
+def _drafting_head(drafter: DrafterKind, head: Head | None) -> Head | None:
     """The head that drafts; "lookup" does without. Raises ValueError when one is asked for and there is none."""
     if drafter in ("head", "head+lookup") and head is None:
         raise ValueError(f'drafter is "{drafter}", but there is no draft head: give one, or use "lookup"')
     return None if drafter == "lookup" else head
 
 
-def _build_drafter(config: EngineConfig, head: DraftHead | None, num_blocks: int, clock: StepClock) -> Drafter | None:
+def _build_drafter(config: EngineConfig, head: Head | None, num_blocks: int, clock: StepClock) -> Drafter | None:
     """What `config` asks for: the head that drafts, lookup, or both, each with its own calibration."""
     parts: list[Drafter] = []
     if head is not None:
-        drafter = HeadDrafter(head, num_blocks, config.page_size, config.candidates, clock)
+        drafter = head_drafter(head, num_blocks, config.page_size, config.candidates, clock)
         parts.append(shaped(drafter, config.shaping(head.config.draft_temperature)))
     if config.drafter in ("lookup", "head+lookup"):
         parts.append(shaped(LookupDrafter(), config.shaping()))
@@ -396,18 +396,18 @@ def _build_drafter(config: EngineConfig, head: DraftHead | None, num_blocks: int
     return parts[0] if parts else None
 
 
-def _position_limit(model: Decoder, head: DraftHead | None) -> int:
+def _position_limit(model: Decoder, head: Head | None) -> int:
     """Positions that both the target and the head can rotate."""
     return min(len(model.cos_sin), head.config.max_position_embeddings if head else len(model.cos_sin))
 
 
-def _default_blocks(config: EngineConfig, model: Decoder, head: DraftHead | None, limit: int) -> int:
+def _default_blocks(config: EngineConfig, model: Decoder, head: Head | None, limit: int) -> int:
     """Blocks for `max_running` requests of full length, as far as the memory for the cache goes."""
     dtype = model.embed.dtype
-    bytes_per_slot = sum(
-        KVCache.bytes_per_slot(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
-        for shape in [model.config, *([head.config] if head else [])]
-    )
+    shape = model.config
+    bytes_per_slot = KVCache.bytes_per_slot(shape.num_layers, shape.num_kv_heads, shape.head_dim, dtype)
+    if head is not None:
+        bytes_per_slot += context_bytes_per_slot(head, dtype)
     memory = free_memory(model.embed.device) if config.cache_gib is None else int(config.cache_gib * 2**30)
     wanted = config.max_running * (min(config.max_model_len or limit, limit) // config.page_size + 2)
     return max(1, min(wanted, memory // (bytes_per_slot * config.page_size)))

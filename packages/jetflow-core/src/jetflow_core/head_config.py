@@ -84,7 +84,7 @@ class HeadConfig:
             self.vocab_size - 1,
             f"vocab_size is {self.vocab_size}",
         )
-        self._check_taps()
+        check_taps(self.target_layer_ids, self.num_target_layers)
         if self.branch_conditioning not in CONDITIONINGS:
             raise ValueError(
                 f"branch_conditioning = {self.branch_conditioning!r}: supported are {', '.join(CONDITIONINGS)}"
@@ -96,18 +96,7 @@ class HeadConfig:
             )
         if not 0 < self.draft_temperature < math.inf:
             raise ValueError(f"draft_temperature = {self.draft_temperature}: must be a finite number above 0")
-        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size = {self.draft_vocab_size}: must be in 1 … {self.vocab_size}")
-
-    def _check_taps(self) -> None:
-        taps, layers = self.target_layer_ids, self.num_target_layers
-        if not taps or list(taps) != sorted(set(taps)):
-            raise ValueError(f"target_layer_ids = {list(taps)}: must be distinct layers in rising order, at least one")
-        if layers is not None:
-            check_positive(num_target_layers=layers)
-        for tap in taps:
-            if tap < 0 or (layers is not None and tap >= layers):
-                raise ValueError(f"target_layer_ids = {list(taps)}: {tap} is outside the target's {layers} layers")
+        check_draft_vocab(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, object], source: str) -> HeadConfig:
@@ -206,6 +195,23 @@ class HeadConfig:
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
         }
+
+
+def check_taps(taps: tuple[int, ...], layers: int | None) -> None:
+    """Raise `ValueError` unless `taps` are distinct layers in rising order of a target with `layers` of them."""
+    if not taps or list(taps) != sorted(set(taps)):
+        raise ValueError(f"target_layer_ids = {list(taps)}: must be distinct layers in rising order, at least one")
+    if layers is not None:
+        check_positive(num_target_layers=layers)
+    for tap in taps:
+        if tap < 0 or (layers is not None and tap >= layers):
+            raise ValueError(f"target_layer_ids = {list(taps)}: {tap} is outside the target's {layers} layers")
+
+
+def check_draft_vocab(size: int | None, vocab_size: int) -> None:
+    """Raise `ValueError` for a draft vocabulary that is empty or larger than the target's."""
+    if size is not None and not 0 < size <= vocab_size:
+        raise ValueError(f"draft_vocab_size = {size}: must be in 1 … {vocab_size}")
 
 
 def default_tap_layers(num_layers: int, k: int) -> tuple[int, ...]:

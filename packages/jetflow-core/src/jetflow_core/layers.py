@@ -130,10 +130,12 @@ class Attention(nn.Module):
         *,
         qk_norm: bool,
         bias: bool = False,
+        inputs: int | None = None,
     ) -> None:
+        """`inputs`: width of what is attended from, where it is not the `width` of the output."""
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim, self.eps = num_heads, num_kv_heads, head_dim, eps
-        self.qkv = Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias)
+        self.qkv = Linear(inputs or width, (num_heads + 2 * num_kv_heads) * head_dim, bias)
         self.o = Linear(num_heads * head_dim, width, bias)
         self.q_norm = nn.Parameter(torch.ones(head_dim)) if qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(head_dim)) if qk_norm else None

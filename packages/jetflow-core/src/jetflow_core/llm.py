@@ -9,7 +9,7 @@ from pathlib import Path
 from jetflow_core.budget import Budget
 from jetflow_core.config import ModelConfig
 from jetflow_core.engine import Engine, EngineConfig
-from jetflow_core.head import DraftHead
+from jetflow_core.heads import Head, load_head
 from jetflow_core.logprobs import TokenLogprobs
 from jetflow_core.model import build_model
 from jetflow_core.request import Output, Usage
@@ -73,7 +73,7 @@ class LLM:
         draft_head = None
         if head is not None:
             assert decoder.lm_head.weight is not None
-            draft_head = DraftHead.load(head, decoder.embed, decoder.lm_head.weight)
+            draft_head = load_head(head, decoder.embed, decoder.lm_head.weight)
             check_head(draft_head, decoder.config, str(head))
             draft_head.pack()
         decoder.pack()
@@ -128,7 +128,7 @@ class LLM:
             self.engine.abort(request_id)
 
 
-def check_head(head: DraftHead, target: ModelConfig, source: str) -> None:
+def check_head(head: Head, target: ModelConfig, source: str) -> None:
     """Raise ValueError when `head` was made for a target of another shape."""
     config = head.config
     if config.num_target_layers not in (None, target.num_layers):

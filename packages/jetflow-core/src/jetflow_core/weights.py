@@ -10,12 +10,13 @@ import torch
 
 from jetflow_core.config import HeadConfig, ModelConfig
 from jetflow_core.config_fields import Fields, located, read_json
+from jetflow_core.eagle_config import EagleConfig
 from jetflow_core.gguf import open_gguf
 from jetflow_core.safetensors_file import open_safetensors
 from jetflow_core.tensor_source import CheckpointError, TensorSource
 from jetflow_core.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Checkpoint", "CheckpointError", "TensorSource", "open_checkpoint", "open_head"]
+__all__ = ["Checkpoint", "CheckpointError", "TensorSource", "open_checkpoint", "open_eagle", "open_head"]
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
 
@@ -55,16 +56,42 @@ def open_head(model: str | Path) -> tuple[HeadConfig, TensorSource]:
     Raises:
         CheckpointError: naming the file and what is wrong with it.
     """
-    path = resolve_path(model)
-    if path.is_file():
-        raise CheckpointError(f"{path}: a draft head is a folder with config.json and model.safetensors")
-    source = path / "config.json"
+    path, data = head_folder(model)
+    source = str(path / "config.json")
     try:
-        data = read_json(source)
-        config = HeadConfig.from_hf(data, str(source))
+        config = HeadConfig.from_hf(data, source)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     return config, HeadSource(open_safetensors(path), speculators="transformer_layer_config" in data)
+
+
+def open_eagle(model: str | Path) -> tuple[EagleConfig, TensorSource]:
+    """Open an EAGLE head: a folder with `config.json` and safetensors, or a hub id.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path, data = head_folder(model)
+    try:
+        config = EagleConfig.from_hf(data, str(path / "config.json"))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    return config, open_safetensors(path)
+
+
+def head_folder(model: str | Path) -> tuple[Path, dict[str, object]]:
+    """The folder of a draft head and the object in its `config.json`.
+
+    Raises:
+        CheckpointError: naming the file and what is wrong with it.
+    """
+    path = resolve_path(model)
+    if path.is_file():
+        raise CheckpointError(f"{path}: a draft head is a folder with config.json and model.safetensors")
+    try:
+        return path, read_json(path / "config.json")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def resolve_path(model: str | Path) -> Path:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jetflow_core.budget import Budget, BudgetPolicy
 from jetflow_core.engine import Engine, EngineConfig
-from jetflow_core.head import DraftHead
+from jetflow_core.heads import Head
 from jetflow_core.model import Decoder
 from jetflow_core.tokenizer import Tokenizer
 from jetflow_serve.app import ServerSettings, create_app
@@ -91,7 +91,7 @@ class Parts:
 
     model: Decoder
     tokenizer: Tokenizer
-    head: DraftHead | None
+    head: Head | None
     config: EngineConfig
     policy: BudgetPolicy
 
