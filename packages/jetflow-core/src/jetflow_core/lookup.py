@@ -16,14 +16,14 @@ from jetflow_core.tree import DraftTree, Ints
 Weights = NDArray[np.float64]
 
 LONGEST = 8  # tokens of a match that count
-PLACES = 64  # a request: the longest matches, of equals the latest
+PLACES = 32  # a request: the longest matches, of equals the latest
 WINDOW = 8192  # tokens looked back, so that a step costs the same in any context
 DEPTH = 32  # as deep as exact mode takes a tree
 # Fitted on answers of the demo model (docs/lab-notes.md): one more token of a match multiplies its weight by GROWTH, HALF_LIFE
 # tokens of age halve it, and UNSEEN is the weight of all tokens that no match has seen to follow.
-GROWTH = 3.0
+GROWTH = 2.0
 HALF_LIFE = 1024.0
-UNSEEN = 4.0
+UNSEEN = 3.0
 SUREST = 0.95  # however long a match, a copy ends somewhere
 
 
