@@ -60,6 +60,7 @@ def tiny_head(
     causal: bool = True,
     conditioning: str = "pairwise",
     draft_vocab: torch.Tensor | None = None,
+    order: int = 1,
     block_size: int = 6,
     seed: int = 0,
 ) -> DraftHead:
@@ -84,6 +85,7 @@ def tiny_head(
         causal=causal,
         branch_conditioning=conditioning,
         pairwise_size=16 if conditioning == "pairwise" else 0,
+        pairwise_order=order,
         draft_vocab_size=None if draft_vocab is None else len(draft_vocab),
         learned_mask=True,
     )

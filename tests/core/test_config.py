@@ -296,6 +296,8 @@ def test_speculators_layout() -> None:
         ({}, {"jetflow_config": {"branch_conditioning": "tree"}}, "branch_conditioning = 'tree': supported are"),
         ({}, {"jetflow_config": {"branch_conditioning": "pairwise"}}, "pairwise_size = 0: must be positive"),
         ({}, {"jetflow_config": {"pairwise_size": 8}}, "pairwise_size = 8"),
+        ({}, {"jetflow_config": {"pairwise_order": 2}}, "pairwise_order = 2: must be 1, or 2 with"),
+        ({}, {"jetflow_config": {"pairwise_order": 3}}, "pairwise_order = 3"),
         ({}, {"jetflow_config": {"draft_vocab_size": 1001}}, "draft_vocab_size = 1001: must be in 1 … 1000"),
         ({}, {"jetflow_config": {"gamma": 7}}, r"jetflow_config\.gamma = 7: unknown"),
         ({}, {"num_target_layers": 0}, "num_target_layers = 0: must be positive"),
@@ -325,11 +327,12 @@ ROPES = st.one_of(
     rope=ROPES,
     causal=st.booleans(),
     pairwise=st.integers(0, 64),
+    order=st.sampled_from([1, 2]),
     draft_vocab_size=st.sampled_from([None, 1, 1000]),
     learned_mask=st.booleans(),
 )
 def test_saved_heads_read_back_the_same(
-    rope: RopeConfig, causal: bool, pairwise: int, draft_vocab_size: int | None, learned_mask: bool
+    rope: RopeConfig, causal: bool, pairwise: int, order: int, draft_vocab_size: int | None, learned_mask: bool
 ) -> None:
     config = replace(
         head(),
@@ -337,6 +340,7 @@ def test_saved_heads_read_back_the_same(
         causal=causal,
         branch_conditioning="pairwise" if pairwise else "none",
         pairwise_size=pairwise,
+        pairwise_order=order if pairwise else 1,
         draft_vocab_size=draft_vocab_size,
         learned_mask=learned_mask,
         target_hidden_size=48,

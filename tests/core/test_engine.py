@@ -114,20 +114,24 @@ def test_invariant_holds_after_every_step(reference: tuple[Decoder, list[list[in
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("causal", "conditioning", "vocab"),
+    ("causal", "conditioning", "order", "vocab"),
     [
-        (True, "pairwise", None),
-        (True, "none", None),
-        (False, "none", None),
-        (True, "pairwise", 2),
-        (False, "pairwise", 3),
+        (True, "pairwise", 1, None),
+        (True, "none", 1, None),
+        (False, "none", 1, None),
+        (True, "pairwise", 1, 2),
+        (False, "pairwise", 1, 3),
+        (True, "pairwise", 2, None),
+        (True, "pairwise", 2, 2),
     ],
 )
-def test_every_kind_of_head_is_lossless(kind: str, causal: bool, conditioning: str, vocab: int | None) -> None:
+def test_every_kind_of_head_is_lossless(
+    kind: str, causal: bool, conditioning: str, order: int, vocab: int | None
+) -> None:
     model = tiny_model(kind, seed=7)
     expected = alone(model, PROMPTS, PARAMS)
     draft_vocab = None if vocab is None else torch.arange(0, VOCAB - 1, vocab)
-    head = tiny_head(model, causal=causal, conditioning=conditioning, draft_vocab=draft_vocab)
+    head = tiny_head(model, causal=causal, conditioning=conditioning, order=order, draft_vocab=draft_vocab)
     head.pack()
     model.pack()
     for budget in (1, 5, 33):

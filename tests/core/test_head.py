@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetflow_core.drafter import head_candidates
 from jetflow_core.head import DraftHead
 from jetflow_core.layers import Attend
+from jetflow_core.tree import grown_trees
 from tiny import MASK, VOCAB, tiny_head, tiny_model
 
 
@@ -45,11 +47,37 @@ def test_transitions_are_conditioned_logits(vocab: int | None) -> None:
     hidden, parents, children = torch.randn(3, 4, 32), torch.randint(0, 40, (3, 4, 5)), torch.randint(0, 40, (3, 4, 6))
     expected = torch.empty(3, 4, 5, 6)
     for p in range(5):
-        conditioned = head.condition(hidden.flatten(0, 1), ids[parents[..., p]].flatten())
+        previous = ids[parents[..., p]].flatten()
+        conditioned = head.condition(hidden.flatten(0, 1), previous, previous)
         expected[:, :, p] = head.logits(conditioned).view(3, 4, -1).gather(-1, children)
     marginal = head.logits(hidden.flatten(0, 1)).view(3, 4, -1).gather(-1, children)
     head.pack()
     torch.testing.assert_close(head.transitions(hidden, marginal, parents, children), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab", [None, 2])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_second_order_trees_are_scored_by_both_tokens_before(vocab: int | None, blocks: int) -> None:
+    """With every token a candidate nothing is approximate: a node's score is the sum of conditioned log-probabilities."""
+    model = tiny_model()
+    ids = torch.arange(VOCAB) if vocab is None else torch.arange(0, VOCAB - 1, vocab)
+    head = tiny_head(model, order=2, draft_vocab=None if vocab is None else ids)
+    torch.manual_seed(1)
+    hidden = torch.randn(blocks, 4, 32)
+    anchors, before = torch.randint(0, VOCAB, (2, blocks))
+    place = {int(token): index for index, token in enumerate(ids)}
+    head.pack()
+    candidates = head_candidates(head, hidden, anchors, before, len(ids))
+    trees = grown_trees(anchors.tolist(), candidates, [30] * blocks, [4, 3, 4][:blocks])
+    assert max(int(tree.depths.max()) for tree in trees) == 4
+    for block, tree in enumerate(trees):
+        for node in range(1, len(tree)):
+            parent = tree.parents[node]
+            older = before[block] if parent == 0 else torch.tensor(tree.tokens[tree.parents[parent]])
+            state = hidden[block, tree.depths[node] - 1][None]
+            logits = head.logits(head.condition(state, torch.tensor(tree.tokens[parent])[None], older[None]))
+            expected = logits[0].log_softmax(-1)[place[int(tree.tokens[node])]]
+            assert tree.scores[node] - tree.scores[parent] == pytest.approx(float(expected), abs=2e-4)
 
 
 def test_causal_slots_do_not_see_later_ones_and_bidirectional_ones_do() -> None:
@@ -70,11 +98,11 @@ def test_learned_mask_replaces_the_table_row() -> None:
     assert torch.equal(run_block(head, [5, MASK, MASK], 4), before)
 
 
-@pytest.mark.parametrize("conditioning", ["pairwise", "none"])
-def test_a_saved_head_drafts_as_before(tmp_path: Path, conditioning: str) -> None:
+@pytest.mark.parametrize(("conditioning", "order"), [("pairwise", 1), ("pairwise", 2), ("none", 1)])
+def test_a_saved_head_drafts_as_before(tmp_path: Path, conditioning: str, order: int) -> None:
     model = tiny_model()
     assert model.lm_head.weight is not None
-    head = tiny_head(model, conditioning=conditioning, draft_vocab=torch.arange(0, 90, 3))
+    head = tiny_head(model, conditioning=conditioning, order=order, draft_vocab=torch.arange(0, 90, 3))
     head.save(tmp_path / "head")
     loaded = DraftHead.load(tmp_path / "head", model.embed, model.lm_head.weight)
     assert loaded.config == head.config

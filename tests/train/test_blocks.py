@@ -109,6 +109,7 @@ def test_labels_teachers_and_positions_line_up() -> None:
         assert int(batch.depth[j]) == k > 0
         assert int(batch.label[j]) == row.tokens[anchor + k]
         assert int(batch.previous[j]) == row.tokens[anchor + k - 1]
+        assert int(batch.before[j]) == row.tokens[anchor + k - 2]
         expected = teacher[anchor + k - 1].topk(8)
         assert batch.teacher_ids[j].tolist() == expected.indices.tolist()
         torch.testing.assert_close(batch.teacher_logp[j], expected.values)
@@ -122,7 +123,7 @@ def test_every_tensor_of_a_batch_lands_on_the_device() -> None:
         f"document {number}": document.visible for number, document in enumerate(batch.documents)
     }
     devices = {name: value.device.type for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    assert len(devices) == 13 + 2
+    assert len(devices) == 14 + 2
     assert set(devices.values()) == {"meta"}, devices
 
 

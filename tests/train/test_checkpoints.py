@@ -213,9 +213,26 @@ def test_a_head_is_trained_on(tmp_path: Path) -> None:
     assert all(not torch.equal(p, moved[name]) for name, p in further.head.named_parameters() if name in moved)
 
 
+def test_second_order_goes_on_from_first_order_as_if_nothing_had_changed(tmp_path: Path) -> None:
+    first = trainer(tmp_path, steps=3)
+    first.run()
+    stored = first.output / "head"
+    second = trainer(tmp_path, steps=3, init=str(stored), pairwise_order=2, output="elsewhere")
+    same = trainer(tmp_path, steps=3, init=str(stored), output="same")
+    hidden, tokens = torch.randn(4, 32), torch.arange(4)
+    assert torch.equal(
+        second.head.condition(hidden, tokens, tokens + 9), same.head.condition(hidden, tokens, tokens + 20)
+    )
+    second.step()
+    assert second.head.pairwise is not None
+    assert second.head.pairwise.before is not None
+    assert second.head.pairwise.before.dense.any()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"pairwise_size": 4}, r"that head has pairwise_size = 8, this run makes 4"),
         ({"layers": 3}, r"that head has num_layers = 2, this run makes 3"),
         ({"block_size": 7}, r"that head has block_size = 5, this run makes 7"),
         ({"attention": "bidirectional"}, r"that head has causal = True, this run makes False"),

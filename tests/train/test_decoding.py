@@ -187,11 +187,11 @@ def test_a_row_file_that_holds_no_rows_is_refused(tmp_path: Path, line: str, mes
         answer(llm(with_head=False), options(tmp_path))
 
 
-@pytest.mark.parametrize("budget", [3, 12])
-def test_replayed_tau_is_the_engines(budget: int) -> None:
+@pytest.mark.parametrize(("budget", "order"), [(3, 1), (12, 1), (3, 2), (12, 2)])
+def test_replayed_tau_is_the_engines(budget: int, order: int) -> None:
     """The classical bug is a good offline number with poor real acceptance: here the two must agree to the step."""
     model = tiny_model()
-    head = tiny_head(model, tiny_rows(8)).requires_grad_(False)
+    head = tiny_head(model, tiny_rows(8), pairwise_order=order).requires_grad_(False)
     head.pack()
     engine = LLM(Engine(model, None, head, EngineConfig(page_size=4, num_pages=200)))
     prompts = [row.prompt_ids for row in tiny_rows(4)]

@@ -135,6 +135,7 @@ def test_every_block_keeps_a_masked_slot_inside_the_row(
     position = batch.positions[batch.slots]
     torch.testing.assert_close(batch.label, features.tokens[position])
     torch.testing.assert_close(batch.previous, features.tokens[position - 1])
+    torch.testing.assert_close(batch.before, features.tokens[position - 2])
 
 
 @torch.no_grad()

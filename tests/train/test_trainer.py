@@ -83,7 +83,10 @@ def test_the_exported_head_loads_and_scores_alike(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.logits(hidden), run.head.logits(hidden))
     previous = torch.tensor([5, 9, 11])
     torch.testing.assert_close(
-        loaded.condition(hidden, previous), run.head.condition(hidden, previous), rtol=0.05, atol=0.02
+        loaded.condition(hidden, previous, previous),
+        run.head.condition(hidden, previous, previous),
+        rtol=0.05,
+        atol=0.02,
     )
 
 
@@ -208,7 +211,13 @@ def test_the_schedule_warms_up_and_ends_at_its_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"attention": "bidirectional"}, {"pairwise_size": 0}, {"learned_mask": False, "draft_vocab_size": None}]
+    "changes",
+    [
+        {"attention": "bidirectional"},
+        {"pairwise_size": 0},
+        {"pairwise_order": 2},
+        {"learned_mask": False, "draft_vocab_size": None},
+    ],
 )
 def test_every_kind_of_head_trains(tmp_path: Path, changes: dict[str, object]) -> None:
     run = trainer(tmp_path, tiny_options(steps=2, **changes))

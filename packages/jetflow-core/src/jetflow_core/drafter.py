@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from jetflow_core.batch import PagedAttention, Segment, build_batch
-from jetflow_core.head import DraftHead
+from jetflow_core.head import DraftHead, SecondOrder
 from jetflow_core.kv_cache import KVCache
 from jetflow_core.step_clock import StepClock
-from jetflow_core.tree import Candidates, DraftTree, best_first_trees
+from jetflow_core.tree import CandidateBatch, DraftTree, Floats, Ints, grown_trees
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class DraftJob:
     def anchor(self) -> int:
         """The last committed token, the root of the tree."""
         return self.tokens[-1]
+
+    @property
+    def before(self) -> int:
+        """The token before the anchor; the anchor itself where it is the first token of all."""
+        return self.tokens[-2] if len(self.tokens) > 1 else self.anchor
 
     @property
     def position(self) -> int:
@@ -110,9 +116,10 @@ class HeadDrafter:
         batch = build_batch(segments, self.page, self.device, bidirectional=not config.causal)
         hidden = self.head(batch.input_ids, batch.positions, PagedAttention(self.cache, batch, config.head_dim))
         hidden = hidden.view(len(jobs), config.block_size, -1)[:, 1:]
-        candidates = head_candidates(self.head, hidden, batch.input_ids[:: config.block_size], self.width)
+        before = torch.tensor([job.before for job in jobs], device=self.device)
+        candidates = head_candidates(self.head, hidden, batch.input_ids[:: config.block_size], before, self.width)
         self._clock.lap("draft")
-        trees = best_first_trees(
+        trees = grown_trees(
             [job.anchor for job in jobs],
             candidates,
             [job.budget for job in jobs],
@@ -122,18 +129,19 @@ class HeadDrafter:
         return trees
 
 
-def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, width: int) -> list[Candidates]:
-    """Candidates of every block from its slots' hidden states [R, D, C] and its anchor token [R].
+def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, before: Tensor, width: int) -> CandidateBatch:
+    """Candidates of R blocks from their slots' hidden states [R, D, C], their anchors [R] and the tokens `before` those [R].
 
-    Two stages without a loop over depths: the marginals name K tokens a depth, then all transitions are scored at once.
+    Two stages: the marginals name K tokens a depth, then transitions between them are scored. Those of first order, K × K a
+    depth, all at once; those of second order, K times as many, only for the nodes that a tree grows.
 
-    Depth 1 has one known parent, so its scores are exact over the draft vocabulary. Deeper transitions are normalised
+    Depth 1 has one known history, so its scores are exact over the draft vocabulary. Deeper transitions are normalised
     over the candidates plus what the marginal leaves to all other tokens.
     """
     requests, depths, _ = hidden.shape
-    pairwise = head.pairwise is not None
-    if pairwise:
-        hidden_first = head.condition(hidden[:, 0], anchors)[:, None]
+    pairwise = head.pairwise
+    if pairwise is not None:
+        hidden_first = head.condition(hidden[:, 0], anchors, before)[:, None]
         scored = torch.cat([hidden_first, hidden[:, 1:]], dim=1)
     else:
         scored = hidden
@@ -141,19 +149,41 @@ def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, width: int
     total = logits.logsumexp(-1, keepdim=True)
     top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
     marginal = top - total
-    if pairwise and depths > 1:
-        scores = head.transitions(hidden[:, 1:], top[:, 1:], ids[:, :-1], ids[:, 1:]).float()
-        covered = marginal[:, 1:].exp().sum(-1, keepdim=True)
-        rest = total[:, 1:] + torch.log1p(-covered.clamp(max=1 - 1e-6))
-        norm = torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest[..., None, :])
-        following = scores - norm
-    else:
-        following = marginal[:, 1:, None]
-    tokens = ids if head.draft_vocab is None else head.draft_vocab[ids]
-    return [
-        Candidates(*arrays) for arrays in zip(_array(tokens), _array(marginal[:, 0]), _array(following), strict=True)
-    ]
+    tokens = _array(ids if head.draft_vocab is None else head.draft_vocab[ids])
+    first = _array(marginal[:, 0])
+    if pairwise is None or depths == 1:
+        return CandidateBatch.of_tables(tokens, first, _array(marginal[:, 1:, None]))
+    covered = marginal.exp().sum(-1, keepdim=True)
+    rest = total + torch.log1p(-covered.clamp(max=1 - 1e-6))
+    if pairwise.before is not None:
+        return CandidateBatch(tokens, first, _FrontierScores(head.second_order(hidden, anchors, ids), top, rest))
+    scores = head.transitions(hidden[:, 1:], top[:, 1:], ids[:, :-1], ids[:, 1:]).float()
+    return CandidateBatch.of_tables(tokens, first, _array(_normalised(scores, rest[:, 1:, None])))
 
 
-def _array(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+@dataclass(frozen=True)
+class _FrontierScores:
+    """`Transitions` of second order, of the nodes that trees grow: `top` [R, D, K] marginal logits of the candidates and `rest`
+    [R, D, 1], the logarithm of what the marginal leaves to all other tokens.
+    """
+
+    corrections: SecondOrder
+    top: Tensor
+    rest: Tensor
+
+    def __call__(self, depth: int, owner: Ints, before: Ints, parents: Ints) -> Floats:
+        """See `Transitions`."""
+        place = np.arange(len(owner)) - np.searchsorted(owner, owner)
+        index = torch.from_numpy(np.stack([owner, place, before, parents])).to(self.top.device)
+        corrections = self.corrections(depth, *index).float()
+        scores = self.top[index[0], depth - 1] + corrections
+        return _array(_normalised(scores, self.rest[index[0], depth - 1]))
+
+
+def _normalised(scores: Tensor, rest: Tensor) -> Tensor:
+    """Log-probabilities of candidates' logits [..., K] beside the logarithm `rest` [..., 1] of everything else's mass."""
+    return scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest)
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
     return tensor.cpu().numpy()

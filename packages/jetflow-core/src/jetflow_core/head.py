@@ -7,6 +7,7 @@ Source: PAPER "Method" (arXiv 2606.18394) and the DFlash/JetSpec checkpoint layo
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,26 +24,64 @@ from jetflow_core.weights import open_head
 
 
 class PairwiseMLP(nn.Module):
-    """Corrects a depth's hidden state for the token that precedes it on a branch.
+    """Corrects a depth's hidden state for the token that precedes it on a branch, and of order 2 for the one before that too.
 
-    delta = down(silu(g) · u) with (g, u) = previous(norm(embedding)) + hidden(h). The two input halves are separate, so that the
-    token half is a table over the draft vocabulary and the hidden half is computed once per depth.
+    delta = down(silu(g) · u) with (g, u) = previous(norm(e₁)) + before(norm(e₂)) + hidden(h), where e₁ and e₂ embed the tokens
+    one and two back. The parts are separate, so that a token's is a row of a table over the draft vocabulary and a depth's is
+    computed once.
     """
 
-    def __init__(self, width: int, inner: int, eps: float) -> None:
+    def __init__(self, width: int, inner: int, eps: float, order: int = 1) -> None:
         super().__init__()
         self.norm = RMSNorm(width, eps)
         self.previous = Linear(width, 2 * inner)
+        self.before = Linear(width, 2 * inner) if order == 2 else None
         self.hidden = Linear(width, 2 * inner)
         self.down = Linear(inner, width)
 
     def token_part(self, embedding: Tensor) -> Tensor:
-        """[T, C] embeddings of previous tokens to [T, 2P]."""
+        """[T, C] embeddings of the tokens one back to [T, 2P]."""
         return self.previous(self.norm(embedding))
 
-    def combine(self, token_part: Tensor, hidden_part: Tensor) -> Tensor:
-        """[T, 2P] token and hidden halves to the correction [T, C]."""
-        return self.down(ops.silu_mul(token_part + hidden_part))
+    def before_part(self, embedding: Tensor) -> Tensor:
+        """[T, C] embeddings of the tokens two back to [T, 2P]; of order 2 only."""
+        assert self.before is not None
+        return self.before(self.norm(embedding))
+
+
+@dataclass(frozen=True)
+class SecondOrder:
+    """Corrections of the logits of K candidates a depth after pairs of candidates, for R blocks of D depths.
+
+    `token_table` and `before_table` [V', 2P] are the parts of tokens one and two back, `hidden_part` [R, D, 2P] and `anchor_part`
+    [R, 2P] (the anchor two back) those of the blocks; `rows` [R, D, P, K] are the candidates' output rows and `ids` [R, D, K]
+    their draft ids.
+    """
+
+    token_table: Tensor
+    before_table: Tensor
+    hidden_part: Tensor
+    anchor_part: Tensor
+    rows: Tensor
+    ids: Tensor
+
+    def __call__(self, depth: int, owner: Tensor, place: Tensor, before: Tensor, parents: Tensor) -> Tensor:
+        """[N, K] for the candidates at `depth` (2 or more) after N nodes, the `place` [N]-th ones of their block `owner` [N].
+
+        `before` and `parents` [N] are the candidates of depths − 2 and − 1 that precede; at depth 2 the anchor is two back.
+        """
+        part = self.token_table[self.ids[owner, depth - 2, parents]] + self.hidden_part[owner, depth - 1]
+        if depth == 2:
+            part += self.anchor_part[owner]
+        else:
+            part += self.before_table[self.ids[owner, depth - 3, before]]
+        inner = ops.silu_mul(part)
+        if len(self.ids) == 1:
+            return inner @ self.rows[0, depth - 1]
+        # One product for all blocks: a block's nodes side by side, places that it has no node for left empty.
+        padded = inner.new_zeros(len(self.ids), int(place.max()) + 1, inner.shape[1])
+        padded[owner, place] = inner
+        return torch.bmm(padded, self.rows[:, depth - 1])[owner, place]
 
 
 class DraftHead(nn.Module):
@@ -69,7 +108,7 @@ class DraftHead(nn.Module):
         self.layers = DecoderStack(_layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.pairwise = (
-            PairwiseMLP(width, config.pairwise_size, config.rms_norm_eps)
+            PairwiseMLP(width, config.pairwise_size, config.rms_norm_eps, config.pairwise_order)
             if config.branch_conditioning == "pairwise"
             else None
         )
@@ -86,6 +125,7 @@ class DraftHead(nn.Module):
         self._context: Linear | None = None
         self._output_table: Tensor | None = None
         self._token_table: Tensor | None = None
+        self._before_table: Tensor | None = None
 
     def set_draft_vocab(self, ids: Tensor | None) -> None:
         """Restrict the logits to the target ids [V'], each once; None scores the whole vocabulary."""
@@ -157,12 +197,18 @@ class DraftHead(nn.Module):
         """Draft logits [T, V'] of hidden states [T, C]."""
         return self._rows(hidden)
 
-    def condition(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Hidden states [T, C] corrected for the target ids `previous` [T] before them; unchanged without conditioning."""
-        if self.pairwise is None:
+    def condition(self, hidden: Tensor, previous: Tensor, before: Tensor) -> Tensor:
+        """Hidden states [T, C] corrected for the target ids one (`previous` [T]) and two back (`before` [T], which counts for
+        conditioning of order 2 only); unchanged without conditioning.
+        """
+        pairwise = self.pairwise
+        if pairwise is None:
             return hidden
-        embedding = functional.embedding(previous, self._target["embed"])
-        return hidden + self.pairwise.combine(self.pairwise.token_part(embedding), self.pairwise.hidden(hidden))
+        embed = self._target["embed"]
+        parts = pairwise.token_part(functional.embedding(previous, embed)) + pairwise.hidden(hidden)
+        if pairwise.before is not None:
+            parts = parts + pairwise.before_part(functional.embedding(before, embed))
+        return hidden + pairwise.down(ops.silu_mul(parts))
 
     def transitions(self, hidden: Tensor, logits: Tensor, parents: Tensor, children: Tensor) -> Tensor:
         """Conditional logits [..., P, K] of draft ids `children` [..., K] after draft ids `parents` [..., P] at hidden [..., C].
@@ -177,6 +223,18 @@ class DraftHead(nn.Module):
         inner = (self._token_table[parents] + self.pairwise.hidden(hidden)[..., None, :]).flatten(0, -2)
         inner = ops.silu_mul(inner).view(*parents.shape, -1)
         return logits[..., None, :] + inner @ self._output_table[children].transpose(-1, -2)
+
+    def second_order(self, hidden: Tensor, anchors: Tensor, ids: Tensor) -> SecondOrder:
+        """Corrections of the logits of draft ids `ids` [R, D, K] after pairs of them, given `hidden` [R, D, C] and the anchors'
+        target ids [R]. For conditioning of order 2; needs `pack`.
+        """
+        assert self.pairwise is not None
+        assert self._token_table is not None
+        assert self._before_table is not None
+        assert self._output_table is not None
+        anchor = self.pairwise.before_part(functional.embedding(anchors, self._target["embed"]))
+        rows = self._output_table[ids].transpose(-1, -2)
+        return SecondOrder(self._token_table, self._before_table, self.pairwise.hidden(hidden), anchor, rows, ids)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +282,7 @@ class DraftHead(nn.Module):
     def pack(self) -> None:
         """Prepare for inference: stacked and packed weights, and both ends of the pairwise MLP as tables over the draft ids.
 
-        The tables are the token half of its first layer [V', 2P], and its last projection seen through the LM head [V', P].
+        The tables are the tokens' parts of its first layer [V', 2P], and its last projection seen through the LM head [V', P].
         """
         self._context = Linear(self.config.hidden_size, len(self._context_weight()))
         self._context.weight = nn.Parameter(self._context_weight().detach(), requires_grad=False)
@@ -233,6 +291,8 @@ class DraftHead(nn.Module):
             with torch.no_grad():
                 previous = embed if self.draft_vocab is None else embed[self.draft_vocab]
                 self._token_table = self.pairwise.token_part(previous)
+                if self.pairwise.before is not None:
+                    self._before_table = self.pairwise.before_part(previous)
                 self._output_table = self._rows.dense @ self.pairwise.down.dense
         self._target.pop("lm_head", None)  # `_rows` holds what drafting needs of it
         for module in self.modules():
@@ -293,6 +353,8 @@ def _named_tensors(head: DraftHead) -> list[tuple[str, Tensor]]:
             ("pairwise.hidden.weight", head.pairwise.hidden.dense),
             ("pairwise.down.weight", head.pairwise.down.dense),
         ]
+        if head.pairwise.before is not None:
+            named.append(("pairwise.before.weight", head.pairwise.before.dense))
     if head.mask_embed is not None:
         named.append(("mask_embed", head.mask_embed))
     return named

@@ -22,6 +22,7 @@ OWN_KEYS = frozenset(
     {
         "branch_conditioning",
         "pairwise_size",
+        "pairwise_order",
         "draft_vocab_size",
         "learned_mask",
         "target_hidden_size",
@@ -59,6 +60,7 @@ class HeadConfig:
     causal: bool = True
     branch_conditioning: str = "pairwise"  # "none" | "pairwise"
     pairwise_size: int = 0  # inner width of the pairwise MLP
+    pairwise_order: int = 1  # tokens back that the pairwise MLP sees: 1 or 2
     draft_vocab_size: int | None = None  # None: the target's whole vocabulary
     learned_mask: bool = False  # an own embedding for the mask slots instead of the target's row
     draft_temperature: float = 1.0  # draft log-probabilities divided by it tell how often paths are accepted
@@ -93,6 +95,11 @@ class HeadConfig:
             raise ValueError(
                 f"pairwise_size = {self.pairwise_size}: must be positive with branch_conditioning "
                 f"'pairwise' and 0 with 'none', which is {self.branch_conditioning!r}"
+            )
+        if self.pairwise_order not in (1, 2) or (self.pairwise_order == 2 and self.branch_conditioning != "pairwise"):
+            raise ValueError(
+                f"pairwise_order = {self.pairwise_order}: must be 1, or 2 with branch_conditioning 'pairwise', "
+                f"which is {self.branch_conditioning!r}"
             )
         if not 0 < self.draft_temperature < math.inf:
             raise ValueError(f"draft_temperature = {self.draft_temperature}: must be a finite number above 0")
@@ -145,6 +152,7 @@ class HeadConfig:
                 causal=_causal(fields),
                 branch_conditioning=own.string("branch_conditioning", "none"),
                 pairwise_size=own.integer("pairwise_size", 0),
+                pairwise_order=own.integer("pairwise_order", 1),
                 draft_vocab_size=own.maybe_integer("draft_vocab_size"),
                 learned_mask=own.boolean("learned_mask", False),
                 draft_temperature=own.number("draft_temperature", 1.0),
@@ -172,6 +180,7 @@ class HeadConfig:
             "jetflow_config": {
                 "branch_conditioning": self.branch_conditioning,
                 "pairwise_size": self.pairwise_size,
+                "pairwise_order": self.pairwise_order,
                 "draft_vocab_size": self.draft_vocab_size,
                 "learned_mask": self.learned_mask,
                 "target_hidden_size": self.target_hidden_size,

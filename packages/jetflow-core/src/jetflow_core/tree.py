@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,40 @@ class Candidates:
                 f"candidates of {depths} depths and width {width} need first [{width}] and following "
                 f"[{depths - 1}, 1 or {width}, {width}], not {self.first.shape} and {self.following.shape}"
             )
+
+
+class Transitions(Protocol):
+    """Scores of candidates after nodes of a growing tree, asked a depth at a time."""
+
+    def __call__(self, depth: int, owner: Ints, before: Ints, parents: Ints) -> Floats:
+        """Log-probabilities [N, K] of the candidates at `depth` (2 or more) after N nodes, grouped by their request `owner` [N].
+
+        A node is the candidate `parents[n]` of depth − 1, and its own parent the candidate `before[n]` of depth − 2; at depth 2
+        that parent is the anchor and `before` is 0.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CandidateBatch:
+    """What may follow the anchors of R requests: `Candidates` of all of them, with `following` asked while trees grow.
+
+    `tokens` [R, D, K]; `first` [R, K].
+    """
+
+    tokens: Ints
+    first: Floats
+    following: Transitions
+
+    @classmethod
+    def of_tables(cls, tokens: Ints, first: Floats, following: Floats) -> CandidateBatch:
+        """With all scores known beforehand: `following` [R, D − 1, P, K] as in `Candidates`."""
+
+        def look_up(depth: int, owner: Ints, before: Ints, parents: Ints) -> Floats:
+            table = following[:, depth - 2]
+            return table[owner, parents if table.shape[1] > 1 else 0]
+
+        return cls(tokens, first, look_up)
 
 
 @dataclass(frozen=True)
@@ -98,9 +133,17 @@ def best_first_tree(anchor: int, candidates: Candidates, budget: int, max_depth:
 def best_first_trees(
     anchors: Sequence[int], candidates: Sequence[Candidates], budgets: Sequence[int], max_depths: Sequence[int]
 ) -> list[DraftTree]:
+    """`grown_trees` of requests whose `candidates`, of the same shapes, are known beforehand."""
+    tables = zip(*((each.tokens, each.first, each.following) for each in candidates), strict=True)
+    return grown_trees(anchors, CandidateBatch.of_tables(*map(np.stack, tables)), budgets, max_depths)
+
+
+def grown_trees(
+    anchors: Sequence[int], candidates: CandidateBatch, budgets: Sequence[int], max_depths: Sequence[int]
+) -> list[DraftTree]:
     """For each of R requests the `budget` most probable nodes (besides the anchor) that form a tree over its candidates.
 
-    `candidates` have the same shapes; no tree is deeper than its `max_depth`. Since a path's score never exceeds its prefix's,
+    No tree is deeper than its `max_depth`. Since a path's score never exceeds its prefix's,
     the most probable nodes are a prefix-closed set. They come in order of score, ties by depth, then parent, then rank, so trees
     are deterministic and the first n nodes are the tree of budget n (`DraftTree.cut`).
 
@@ -108,10 +151,7 @@ def best_first_trees(
     `max(budgets)` best of its request so far. So the cost is a few array operations a depth, whatever the number of nodes.
     """
     requests, limits = np.arange(len(anchors)), np.asarray(budgets, dtype=np.int64)
-    tokens = np.stack([each.tokens for each in candidates])
-    first = np.stack([each.first for each in candidates])
-    following = np.stack([each.following for each in candidates])
-    levels = _grow(first, following, int(limits.max()), np.asarray(max_depths))
+    levels = _grow(candidates, int(limits.max()), np.asarray(max_depths))
     owner = np.concatenate([level[0] for level in levels])
     scores = np.concatenate([level[1] for level in levels])
     parents = np.concatenate([level[2] for level in levels])
@@ -124,7 +164,7 @@ def best_first_trees(
     order = order[place[order] <= limits[owner[order]]]
     owner, depths, scores = owner[order], depths[order], scores[order]
     above = np.where(depths == 0, -1, place[parents[order]])
-    ids = np.where(depths == 0, np.asarray(anchors)[owner], tokens[owner, depths - 1, chosen[order]])
+    ids = np.where(depths == 0, np.asarray(anchors)[owner], candidates.tokens[owner, depths - 1, chosen[order]])
     bounds = np.searchsorted(owner, np.arange(len(anchors) + 1))
     return [
         DraftTree(ids[low:high], above[low:high], depths[low:high], scores[low:high])
@@ -135,22 +175,22 @@ def best_first_trees(
 Level = tuple[Ints, NDArray[np.float64], Ints, Ints]
 
 
-def _grow(first: Floats, following: Floats, size: int, max_depths: Ints) -> list[Level]:
+def _grow(candidates: CandidateBatch, size: int, max_depths: Ints) -> list[Level]:
     """The anchors, then a level a depth of the nodes that may be among the `size` best of their request.
 
-    `first` [R, K] and `following` [R, D − 1, P, K] as in `Candidates`. A level holds, in order of parent and rank, each node's
-    request, score, parent (counted over all levels) and candidate.
+    A level holds, in order of parent and rank, each node's request, score, parent (counted over all levels) and candidate.
     """
-    requests = len(first)
+    requests, deepest = candidates.tokens.shape[:2]
     best = np.full((requests, size), -np.inf)  # the best scores of each request so far, the least of them first
     level = np.arange(requests), np.zeros(requests), np.zeros(requests, np.int64), np.zeros(requests, np.int64)
     levels: list[Level] = [level]
     above = 0  # where the parents' level starts
-    for depth in range(1, following.shape[1] + 2 if size else 1):
+    before = np.zeros(requests, np.int64)  # the candidates that the parents' own parents are
+    for depth in range(1, deepest + 1 if size else 1):
         owner, scores, _, chosen = levels[-1]
-        table = first[:, None] if depth == 1 else following[:, depth - 2]
+        known = candidates.first[owner] if depth == 1 else candidates.following(depth, owner, before, chosen)
         # A log-probability rounded to above zero must not put a child before its parent.
-        grown = scores[:, None] + np.minimum(table[owner, chosen if table.shape[1] > 1 else 0], 0)
+        grown = scores[:, None] + np.minimum(known, 0)
         grown[max_depths[owner] < depth] = -np.inf
         parents, rank = np.nonzero(grown > best[owner, 0][:, None])
         if len(rank) == 0:
@@ -164,7 +204,7 @@ def _grow(first: Floats, following: Floats, size: int, max_depths: Ints) -> list
         pool.partition(most, axis=1)
         best = pool[:, most:]
         kept = scores >= best[owner, 0]
-        above, start = above + len(levels[-1][0]), above
+        above, start, before = above + len(levels[-1][0]), above, chosen[parents[kept]]
         levels.append((owner[kept], scores[kept], start + parents[kept], rank[kept]))
     return levels
 

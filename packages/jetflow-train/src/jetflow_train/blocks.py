@@ -86,6 +86,7 @@ class BlockBatch:
     weight: Tensor  # [J]
     label: Tensor  # [J] the row's own token at a + k
     previous: Tensor  # [J] the row's own token at a + k − 1
+    before: Tensor  # [J] and the one at a + k − 2, which for k = 1 lies before the anchor
     teacher_ids: Tensor  # [J, M] target ids
     teacher_logp: Tensor  # [J, M]
     causal: bool
@@ -180,6 +181,7 @@ def pack_blocks(
         weight=torch.cat([part.weight for part in parts]),
         label=torch.cat([part.label for part in parts]),
         previous=torch.cat([part.previous for part in parts]),
+        before=torch.cat([part.before for part in parts]),
         teacher_ids=torch.cat([part.teacher_ids for part in parts]),
         teacher_logp=torch.cat([part.teacher_logp for part in parts]),
         causal=rules.causal,
@@ -197,6 +199,7 @@ class _Part:
     weight: Tensor
     label: Tensor
     previous: Tensor
+    before: Tensor
     teacher_ids: Tensor
     teacher_logp: Tensor
 
@@ -226,6 +229,7 @@ def _pack_document(
         weight=weight,
         label=tokens[target],
         previous=tokens[target - 1],
+        before=tokens[target - 2],  # a prompt holds a token, so a target is never the row's second one
         teacher_ids=features.teacher_ids[output],
         teacher_logp=features.teacher_logp[output],
     )

@@ -99,6 +99,7 @@ class HeadOptions:
     attention: str = _option("causal", "in-block attention: causal (JetFlow) or bidirectional (DFlash)")
     taps: int = _option(5, "tapped target layers, spread evenly")
     pairwise_size: int = _option(256, "inner width of the branch conditioning MLP; 0 trains without conditioning")
+    pairwise_order: int = _option(1, "tokens back that branch conditioning sees: 1 or 2")
     draft_vocab_size: int | None = _option(8192, "score only the most frequent tokens; none scores all")
     mask_token_id: int | None = _option(None, "target id that marks mask slots (default: the table's last row)")
     init: str | None = _option(

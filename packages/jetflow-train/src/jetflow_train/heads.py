@@ -38,6 +38,7 @@ def head_config(model: Decoder, options: HeadOptions) -> HeadConfig:
         causal=options.attention == "causal",
         branch_conditioning="pairwise" if options.pairwise_size else "none",
         pairwise_size=options.pairwise_size,
+        pairwise_order=options.pairwise_order,
         draft_vocab_size=options.draft_vocab_size,
         learned_mask=options.learned_mask,
     )
@@ -62,12 +63,16 @@ def new_head(
 def continued_head(path: str, model: Decoder, config: HeadConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
     """The head of folder or hub id `path`, with its own draft vocabulary, to be trained on.
 
+    Conditioning of order 2 may start from a head of order 1: what it adds starts at zero, so the head first drafts as that one.
+
     Raises ValueError naming what differs when it is not of the shape `config`.
     """
     stored = DraftHead.load(path, *target_tables(model, dtype))
     differing: list[str] = []
     for each in fields(HeadConfig):
         had, wanted = getattr(stored.config, each.name), getattr(config, each.name)
+        if each.name == "pairwise_order" and had < wanted and stored.pairwise is not None:
+            continue
         if had != wanted and each.name not in (
             "rope",
             "max_position_embeddings",
@@ -76,7 +81,10 @@ def continued_head(path: str, model: Decoder, config: HeadConfig, dtype: torch.d
     if differing:
         raise ValueError(f"init {path}: that head has {'; '.join(differing)}; change the options or the head")
     head = DraftHead(config, *target_tables(model, dtype), stored.draft_vocab).to(model.embed.device, dtype)
-    head.load_state_dict(stored.state_dict())
+    weights = stored.state_dict()
+    if head.pairwise is not None and head.pairwise.before is not None:
+        weights = {"pairwise.before.weight": torch.zeros_like(head.pairwise.before.dense)} | weights
+    head.load_state_dict(weights)
     return head.float_tables()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from jetflow_core.drafter import head_candidates
 from jetflow_core.head import DraftHead
 from jetflow_core.model import Decoder
-from jetflow_core.tree import Candidates, DraftTree, best_first_tree
+from jetflow_core.tree import DraftTree, grown_trees
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors
 from jetflow_train.data import Row
 from jetflow_train.features import RowFeatures, row_features
@@ -58,7 +58,7 @@ def forced_metrics(
         teacher = sparse_teacher(batch.teacher_ids, batch.teacher_logp, index, temperature)
         best = index[batch.teacher_ids[:, 0]]
         seen += torch.bincount(batch.depth - 1, minlength=depths)
-        for which, states in enumerate((head.condition(hidden, batch.previous), hidden)):
+        for which, states in enumerate((head.condition(hidden, batch.previous, batch.before), hidden)):
             log_q = torch.log_softmax(head.logits(states).float(), dim=-1)
             cross = teacher.probs * (torch.log(teacher.probs.clamp_min(1e-9)) - log_q.gather(1, teacher.ids))
             kl[which] += cross.sum()
@@ -113,27 +113,33 @@ def replayed_rounds(
     for features in items:
         last = min(len(features.tokens) - 1, features.prompt_length + max_tokens)
         anchors = torch.arange(features.prompt_length, last)
-        trees = [_row_candidates(head, features, part, rules) for part in anchors.split(32)]
-        candidates = [each for part in trees for each in part]
+        trees = [tree for part in anchors.split(32) for tree in _row_trees(head, features, part, rules, max(budgets))]
         tokens = features.tokens.tolist()
         for budget in budgets:
             position, rounds = features.prompt_length, 0
             while position < last:
-                candidate = candidates[position - features.prompt_length]
-                tree = best_first_tree(tokens[position], candidate, budget, rules.block_size - 1)
+                tree = trees[position - features.prompt_length].cut(budget)
                 position += 1 + _accepted(tree, tokens, position)
                 rounds += 1
             counts[budget].append((last - features.prompt_length, rounds))
     return counts
 
 
-def _row_candidates(head: DraftHead, features: RowFeatures, anchors: Tensor, rules: BlockRules) -> list[Candidates]:
+def _row_trees(
+    head: DraftHead, features: RowFeatures, anchors: Tensor, rules: BlockRules, budget: int
+) -> list[DraftTree]:
+    """The ranked tree of every anchor."""
     whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
     batch = pack_blocks(
         [(features, anchors, torch.full_like(anchors, rules.block_size))], whole, head.norm.weight.device
     )
     hidden = block_hidden(head, batch).view(len(anchors), rules.block_size, -1)
-    return head_candidates(head, hidden[:, 1:], batch.input_ids[:: rules.block_size], BRANCHES)
+    tokens, before = (
+        features.tokens[positions].to(hidden.device) for positions in (anchors, (anchors - 1).clamp_min(0))
+    )
+    candidates = head_candidates(head, hidden[:, 1:], tokens, before, BRANCHES)
+    count = len(anchors)
+    return grown_trees(tokens.tolist(), candidates, [budget] * count, [rules.block_size - 1] * count)
 
 
 def _accepted(tree: DraftTree, tokens: list[int], position: int) -> int:

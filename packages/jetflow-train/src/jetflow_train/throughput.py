@@ -30,7 +30,7 @@ class PlainTrainer(Trainer):
     def losses(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor]:
         """The forward KL of `Trainer.losses` from a `[slots, vocabulary]` tensor of float32 logits."""
         hidden = block_hidden(self.head, batch)[batch.slots]
-        conditioned = self.head.condition(hidden, batch.previous)
+        conditioned = self.head.condition(hidden, batch.previous, batch.before)
         teacher = torch.zeros(len(hidden), self.head.config.vocab_size, device=hidden.device)
         teacher.scatter_(1, batch.teacher_ids, teacher_probabilities(batch.teacher_logp, self.options))
 

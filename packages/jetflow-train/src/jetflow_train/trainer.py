@@ -218,7 +218,7 @@ class Trainer:
     def losses(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor]:
         """(conditioned, marginal) divergences, each summed over the batch's slots by weight, and the conditioned states."""
         hidden = block_hidden(self.head, batch)[batch.slots]
-        conditioned = self.head.condition(hidden, batch.previous)
+        conditioned = self.head.condition(hidden, batch.previous, batch.before)
         teacher = self._index[batch.teacher_ids], batch.teacher_logp
         conditional = self._divergence(conditioned, self._lm_rows, *teacher, batch.weight)
         if self.head.pairwise is None or self.options.marginal_weight == 0:
