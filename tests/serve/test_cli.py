@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jetflow_core import demo as core_demo
-from jetflow_core.engine import Engine, EngineConfig
+from jetflow_core.engine import DrafterKind, Engine, EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_serve import bench, choice, cli, config_file, demo, generate, server, verify
 from jetflow_serve.measure import Run
@@ -89,6 +89,62 @@ def test_another_model_has_no_head_unless_named(tmp_path: Path) -> None:
         choice.choose_model("org/name", None, 8)
 
 
+def test_lookup_drafts_for_any_model_without_a_head(demo_files: Path) -> None:
+    chosen = choice.choose_model("org/name", None, None, None, "lookup")
+    assert (chosen.head, chosen.budget, chosen.drafter) == (None, "auto", "lookup")
+    assert choice.choose_model("org/name", None, 8, None, "lookup").budget == 8
+    assert choice.choose_model(None, None, None, None, "lookup").head is None
+    assert choice.choose_model(None, None, None, None, "head+lookup").head == str(demo_files / "demo_head")
+    assert choice.choose_model("org/name", "org/head", 4, None, "head+lookup").drafts_by == "head org/head and lookup"
+    (demo_files / "demo_head" / "model.safetensors").unlink()
+    assert choice.choose_model(None, None, None, None, "lookup").note is None
+
+
+@pytest.mark.parametrize(
+    ("head", "drafter", "message"),
+    [
+        (None, "head", "--drafter head needs a draft head: name one with --head"),
+        (None, "head+lookup", r"--drafter head\+lookup needs a draft head.*--drafter lookup"),
+        ("org/head", "lookup", r"leave out --head, or use --drafter head\+lookup"),
+    ],
+)
+def test_drafter_and_head_must_go_together(head: str | None, drafter: DrafterKind, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choice.choose_model("org/name", head, None, None, drafter)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--drafter", "ngram"], "invalid choice"),
+        (["--draft-depth", "0"], "0 is too small"),
+        (["--draft-cutoff", "1.5"], "1.5 is no probability"),
+        (["--draft-temperature", "0"], "0 is too small"),
+    ],
+)
+def test_drafting_flags_are_checked(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "hi", *flags])
+    assert message in capsys.readouterr().err
+
+
+def test_drafting_flags_reach_the_engine(demo_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[EngineConfig] = []
+
+    def note(*_: object, config: EngineConfig, **__: object) -> None:
+        configs.append(config)
+
+    monkeypatch.setattr(choice.LLM, "load", note)
+    flags = ["--drafter", "head+lookup", "--draft-depth", "5", "--draft-cutoff", "0.1", "--draft-temperature", "1.2"]
+    for given in ([], flags):
+        options = cli.build_parser().parse_args(["generate", "hi", *given])
+        choice.load(choice.choose_model(None, None, 8, None, options.drafter), options)
+    assert configs[0] == EngineConfig(budget=8)
+    assert configs[1] == EngineConfig(
+        budget=8, drafter="head+lookup", draft_depth=5, draft_cutoff=0.1, draft_temperature=1.2
+    )
+
+
 def test_a_missing_demo_package_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +162,7 @@ def test_options_and_defaults_are_these() -> None:
     model = {
         "model": None, "head": None, "dtype": "auto", "device": "auto", "max_model_len": None, "max_running": None,
         "max_batch_tokens": None, "num_pages": None, "page_size": None, "cache_gib": None, "exact": False, "prefix_cache": None,
+        "drafter": None, "draft_depth": None, "draft_cutoff": None, "draft_temperature": None,
     }  # fmt: skip
     parse = cli.build_parser().parse_args
     assert vars(parse(["serve"])) == model | {

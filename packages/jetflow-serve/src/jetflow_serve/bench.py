@@ -52,7 +52,7 @@ def bench(options: Namespace, write: Callable[[str], None], progress: Callable[[
     """Run the benchmark, print a Markdown table, write JSON where asked. Raises ValueError for bad files or options."""
     workloads = [read_workload(Path(path), options.prompts) for path in options.data]
     budgets = [budget for budget in parse_numbers("--budgets", options.budgets) if budget > 0]
-    choice = choose_model(options.model, options.head, max(budgets, default=0))
+    choice = choose_model(options.model, options.head, max(budgets, default=0), None, options.drafter)
     seed = secrets.randbits(31) if options.seed is None else options.seed  # every run of a prompt needs the same one
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
     llm = load(choice, options)

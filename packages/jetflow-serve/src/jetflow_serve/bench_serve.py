@@ -87,7 +87,7 @@ class Work:
 
 @dataclass
 class Parts:
-    """A loaded model out of which a server for any budget is made. Budget 0 has no head at all; `auto` keeps what it learns."""
+    """A loaded model out of which a server for any budget is made. Budget 0 has no drafter; `auto` keeps what it learns."""
 
     model: Decoder
     tokenizer: Tokenizer
@@ -95,11 +95,18 @@ class Parts:
     config: EngineConfig
     policy: BudgetPolicy
 
+    @property
+    def drafts(self) -> bool:
+        """Whether a budget above 0 drafts anything."""
+        return self.head is not None or self.config.drafter == "lookup"
+
     @contextmanager
     def serving(self, budget: Budget) -> Generator[Target]:
         """A server with an empty cache on a free port."""
-        head = self.head if budget else None
-        engine = Engine(self.model, self.tokenizer, head, replace(self.config, budget=budget))
+        if budget:
+            engine = Engine(self.model, self.tokenizer, self.head, replace(self.config, budget=budget))
+        else:
+            engine = Engine(self.model, self.tokenizer, None, replace(self.config, budget=0, drafter="auto"))
         if budget == "auto":
             engine.budgets = self.policy
         service = EngineService(engine, QUEUE)
@@ -145,18 +152,18 @@ def bench_serve(options: Namespace, write: Callable[[str], None], progress: Call
             parts, facts = _load(options, loads)
             servers = {
                 str(budget): lambda own=budget: parts.serving(own)
-                for budget in read_budgets(options.budgets, parts.head is not None)
+                for budget in read_budgets(options.budgets, parts.drafts)
             }
         table = sweep(servers, loads, work, options.rounds, clients, progress)
     return _report(table, facts, options, write)
 
 
 def _load(options: Namespace, loads: Sequence[Load]) -> tuple[Parts, dict[str, Any]]:
-    choice = choose_model(options.model, options.head, None)
+    choice = choose_model(options.model, options.head, None, None, options.drafter)
     if options.max_running is None:
         options.max_running = max([EngineConfig.max_running, *(load.clients for load in loads if load.rate is None)])
     llm = load_llm(choice, options)
-    facts = {"model": choice.name, "head": choice.head or "none", **describe(llm)}
+    facts = {"model": choice.name, "head": choice.head or "none", "drafter": choice.drafter, **describe(llm)}
     head = llm.engine.head
     warm_up(llm, ["auto"])
     return Parts(llm.engine.model, llm.tokenizer, head, llm.engine.config, llm.engine.budgets), facts
@@ -224,15 +231,17 @@ def read_loads(concurrency: str, rates: Sequence[float] | None, requests: int) -
     return [Load(number) for number in numbers]
 
 
-def read_budgets(text: str, has_head: bool) -> list[Budget]:
+def read_budgets(text: str, drafts: bool) -> list[Budget]:
     """`0,8,auto` in order. Raises ValueError, also where nothing can draft."""
     parts = [part.strip() for part in text.split(",")]
     numbers = [part for part in parts if part != "auto"]
     if numbers:
         parse_numbers("--budgets", ",".join(numbers))
     budgets: list[Budget] = [part if part == "auto" else int(part) for part in dict.fromkeys(parts)]
-    if any(budgets) and not has_head:
-        raise ValueError(f"--budgets {text} needs a draft head: name one with --head, or use --budgets 0")
+    if any(budgets) and not drafts:
+        raise ValueError(
+            f"--budgets {text} needs a draft head: name one with --head, use --drafter lookup, or use --budgets 0"
+        )
     return budgets
 
 

@@ -238,6 +238,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", help="folder, .gguf file or hub id (the demo, SmolLM2-135M-Instruct)")
     model.add_argument("--head", help="draft head: folder or hub id (the demo's; none for another model)")
+    _add_drafting(parser)
     model.add_argument(
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
@@ -264,14 +265,39 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
+    drafting = parser.add_argument_group("drafting (changes speed, never a token)")
+    drafting.add_argument(
+        "--drafter",
+        choices=["auto", "head", "lookup", "head+lookup"],
+        help="lookup: what followed the same words earlier in prompt and answer, for any model; head+lookup: the best of both "
+        "(auto: the head where there is one)",
+    )
+    drafting.add_argument(
+        "--draft-depth", type=_at_least(1), metavar="N", help="longest drafted path in tokens (the drafter's)"
+    )
+    drafting.add_argument(
+        "--draft-cutoff",
+        type=_probability,
+        metavar="P",
+        help="draft no path that is less probable than this, even if the budget has room for it (0: draft them all)",
+    )
+    drafting.add_argument(
+        "--draft-temperature",
+        type=_positive,
+        metavar="T",
+        help="drafted probabilities p count as p^(1/T), for drafters that are too sure or too hesitant (the head's own, else 1)",
+    )
+
+
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument(
         "--budget",
         type=_budget,
         metavar="auto|N",
-        help="draft nodes a request and pass; auto: as many as pay at the present load; 0: no speculation (auto with a head, 0 "
-        "without)",
+        help="draft nodes a request and pass; auto: as many as pay at the present load; 0: no speculation (auto with a "
+        "drafter, 0 without)",
     )
 
 
@@ -301,6 +327,14 @@ def _budget(text: str) -> int | str:
         return _at_least(0)(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from error
+
+
+def _probability(text: str) -> float:
+    """An argparse type: a number in 0 … 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no probability: use 0 to 1")
+    return value
 
 
 def _positive(text: str) -> float:

@@ -15,7 +15,7 @@ from jetflow_serve.measure import Run, timed_run, warm_up
 
 def generate(options: Namespace, write: Callable[[str], None]) -> int:
     """Generate once as asked and once at budget 0, and compare. Raises ValueError for a request that cannot be run."""
-    choice = choose_model(options.model, options.head, options.budget)
+    choice = choose_model(options.model, options.head, options.budget, None, options.drafter)
     seed = secrets.randbits(31) if options.seed is None else options.seed  # both runs need the same one
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
     llm = load(choice, options)

@@ -104,7 +104,7 @@ def serve(options: Namespace, write: Callable[[str], None]) -> int:
     """Run the server until it is told to stop. Raises ValueError for a port in use, a wrong model and the like."""
     configure(options.log_format)
     keys = read_keys(options.api_key, options.api_key_file)
-    choice = choose_model(options.model, options.head, options.budget, options.served_model_name)
+    choice = choose_model(options.model, options.head, options.budget, options.served_model_name, options.drafter)
     listener = bind(options.host, options.port)
     try:
         write(f"loading {choice.model} ...\n")
@@ -208,7 +208,7 @@ def _signals_interrupt() -> Generator[None]:
 
 def announcement(choice: ModelChoice, url: str, with_key: bool) -> str:
     """What a user reads once the server is up."""
-    speed = f"budget {choice.budget}, head {choice.head}" if choice.budget else "budget 0: no speculation"
+    speed = f"budget {choice.budget}, {choice.drafts_by}" if choice.budget else "budget 0: no speculation"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
     lines = [

@@ -67,7 +67,7 @@ def verify(options: Namespace, write: Callable[[str], None], progress: Callable[
     budgets, batches = parse_numbers("--budgets", options.budgets), parse_numbers("--batch", options.batch)
     if 0 in batches:
         raise ValueError("--batch holds 0: use 1 or more prompts at once")
-    choice = choose_model(options.model, options.head, max(budgets))
+    choice = choose_model(options.model, options.head, max(budgets), None, options.drafter)
     llm = load(choice, options)
     write("".join(f"{name}: {value}\n" for name, value in {"model": choice.name, **describe(llm)}.items()) + "\n")
     write("| workload | temperature | budget | batch | identical to budget 0, batch 1 | largest gap at a flip |\n")
