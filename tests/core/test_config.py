@@ -299,6 +299,8 @@ def test_speculators_layout() -> None:
         ({}, {"jetflow_config": {"pairwise_order": 2}}, "pairwise_order = 2: must be 1, or 2 with"),
         ({}, {"jetflow_config": {"pairwise_order": 3}}, "pairwise_order = 3"),
         ({}, {"jetflow_config": {"draft_vocab_size": 1001}}, "draft_vocab_size = 1001: must be in 1 … 1000"),
+        ({}, {"jetflow_config": {"draft_temperature": 0}}, "draft_temperature = 0.0: must be a finite number above 0"),
+        ({}, {"jetflow_config": {"draft_temperature": "hot"}}, "draft_temperature = 'hot': expected a finite number"),
         ({}, {"jetflow_config": {"gamma": 7}}, r"jetflow_config\.gamma = 7: unknown"),
         ({}, {"num_target_layers": 0}, "num_target_layers = 0: must be positive"),
     ],
@@ -330,9 +332,16 @@ ROPES = st.one_of(
     order=st.sampled_from([1, 2]),
     draft_vocab_size=st.sampled_from([None, 1, 1000]),
     learned_mask=st.booleans(),
+    draft_temperature=st.floats(0.1, 10),
 )
 def test_saved_heads_read_back_the_same(
-    rope: RopeConfig, causal: bool, pairwise: int, order: int, draft_vocab_size: int | None, learned_mask: bool
+    rope: RopeConfig,
+    causal: bool,
+    pairwise: int,
+    order: int,
+    draft_vocab_size: int | None,
+    learned_mask: bool,
+    draft_temperature: float,
 ) -> None:
     config = replace(
         head(),
@@ -343,6 +352,7 @@ def test_saved_heads_read_back_the_same(
         pairwise_order=order if pairwise else 1,
         draft_vocab_size=draft_vocab_size,
         learned_mask=learned_mask,
+        draft_temperature=draft_temperature,
         target_hidden_size=48,
     )
     assert HeadConfig.from_hf(json.loads(json.dumps(config.to_hf())), "config.json") == config

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jetflow_core.drafter import Committed, DraftJob
 from jetflow_core.merging import MergedDrafter, merge
+from jetflow_core.shaping import Shaping
 from jetflow_core.tree import DraftTree
 
 ANCHOR = 9
@@ -72,6 +73,12 @@ def test_the_best_of_every_tree_is_in_it(trees: list[DraftTree], budget: int) ->
     for tree in trees:
         assert all(path in merged for path, score in paths(tree).items() if score > least or len(merged) <= budget)
         assert expected >= sum(np.exp(score) for score in paths(tree.cut(budget)).values()) - 1e-9
+
+
+@given(several, st.integers(0, 20), st.sampled_from([0.2, 0.5, 0.75]))
+def test_cutting_off_the_parts_is_cutting_off_the_whole(trees: list[DraftTree], budget: int, cutoff: float) -> None:
+    cut = Shaping(cutoff=cutoff)
+    assert paths(merge([cut.apply(tree) for tree in trees], budget)) == paths(cut.apply(merge(trees, budget)))
 
 
 @given(ranked_trees())
