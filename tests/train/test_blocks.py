@@ -123,7 +123,7 @@ def test_every_tensor_of_a_batch_lands_on_the_device() -> None:
         f"document {number}": document.visible for number, document in enumerate(batch.documents)
     }
     devices = {name: value.device.type for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    assert len(devices) == 14 + 2
+    assert len(devices) == 15 + 2
     assert set(devices.values()) == {"meta"}, devices
 
 

@@ -24,7 +24,7 @@ from jetflow_train.evaluate import Evaluation
 KNOBS = {
     RegenerateOptions: "target device prompts output suffix suffix_files limit temperature samples top_p top_k thinking "
     "max_tokens max_length batch_size seed head budget endpoint endpoint_api endpoint_model api_key_file retries timeout",
-    HeadOptions: "target device dtype data output features online target_dtype max_length held_out block_size layers "
+    HeadOptions: "target device dtype data output features online target_dtype max_length held_out kind block_size layers "
     "intermediate_size attention taps pairwise_size pairwise_order draft_vocab_size mask_token_id init learned_mask loss gamma "
     "truncate d_pace prefix marginal_weight teacher_top teacher_temperature draft_temperature minutes steps anchors blocks "
     "accumulate learning_rate warmup final_rate weight_decay clip seed checkpoint_minutes keep evaluate_minutes tensorboard",

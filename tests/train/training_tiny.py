@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from jetflow_core.config import ModelConfig, RopeConfig
-from jetflow_core.head import DraftHead
+from jetflow_core.heads import Head
 from jetflow_core.model import Decoder
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row
@@ -74,7 +74,7 @@ def tiny_rows(count: int, seed: int = 0, temperature: float = 0.0) -> list[Row]:
     return [Row(f"tiny/{i}", temperature, tokens(4 + i % 3), tokens(12 + i % 5)) for i in range(count)]
 
 
-def tiny_head(model: Decoder, rows: list[Row], **changes: object) -> DraftHead:
+def tiny_head(model: Decoder, rows: list[Row], **changes: object) -> Head:
     """A head whose every parameter is random, so that nothing is hidden by a zero."""
     options = tiny_options(**changes)
     head = new_head(model, head_config(model, options), rows, seed=0)

@@ -6,18 +6,16 @@ Source: PAPER "Method" (arXiv 2606.18394) and the DFlash/JetSpec checkpoint layo
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import jetflow_triton as ops
 from jetflow_core.config import HeadConfig
+from jetflow_core.head_files import draft_rows, read_draft_vocab, write_head
 from jetflow_core.layers import MLP, Attend, Attention, DecoderLayer, DecoderStack, Linear, RMSNorm
 from jetflow_core.rope import rope_table
 from jetflow_core.weights import open_head
@@ -129,21 +127,8 @@ class DraftHead(nn.Module):
 
     def set_draft_vocab(self, ids: Tensor | None) -> None:
         """Restrict the logits to the target ids [V'], each once; None scores the whole vocabulary."""
-        rows = self._target["lm_head"]
-        if ids is not None:
-            if (
-                ids.dtype != torch.int64
-                or ids.ndim != 1
-                or len(ids) == 0
-                or int(ids.min()) < 0
-                or int(ids.max()) >= len(rows)
-            ):
-                raise ValueError(f"draft vocabulary must hold int64 ids below {len(rows)}")
-            if len(ids.unique()) < len(ids):
-                raise ValueError("draft vocabulary holds an id twice")
-            rows = rows[ids]
+        self._rows.weight = nn.Parameter(draft_rows(self._target["lm_head"], ids), requires_grad=False)
         self.draft_vocab = ids
-        self._rows.weight = nn.Parameter(rows.detach(), requires_grad=False)
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Initialise for training: normal weights, and corrections that start at zero."""
@@ -243,15 +228,7 @@ class DraftHead(nn.Module):
 
         Raises OSError when the disk refuses.
         """
-        path.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in _named_tensors(self)}
-        if self.draft_vocab is not None:
-            tensors["d2t"] = self.draft_vocab.clone()
-        try:
-            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{path / 'model.safetensors'}: {error}") from error
-        (path / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
+        write_head(path, self.config.to_hf(), _named_tensors(self), self.draft_vocab)
 
     @classmethod
     def load(cls, path: str | Path, embed: Tensor, lm_head: Tensor) -> DraftHead:
@@ -260,10 +237,7 @@ class DraftHead(nn.Module):
         Raises CheckpointError naming file and tensor for anything missing, extra or mis-shaped.
         """
         config, source = open_head(path)
-        draft_vocab = None
-        if config.draft_vocab_size is not None:
-            draft_vocab = source.take("d2t", (config.draft_vocab_size,), integer=True).to(torch.int64)
-            draft_vocab = draft_vocab.to(embed.device)
+        draft_vocab = read_draft_vocab(source, config.draft_vocab_size, embed.device)
         try:
             head = cls(config, embed, lm_head, draft_vocab)
         except ValueError as error:

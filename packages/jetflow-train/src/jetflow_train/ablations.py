@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from jetflow_core import host
-from jetflow_core.head import DraftHead
+from jetflow_core.heads import load_head
 from jetflow_core.model import Decoder, build_model
 from jetflow_core.weights import open_checkpoint
 from jetflow_train.checkpoint import checkpoints
@@ -213,7 +213,7 @@ class _Bench:
         }
 
     def _replay(self, folder: Path) -> dict[str, Rounds]:
-        head = DraftHead.load(folder, *self._tables)
+        head = load_head(folder, *self._tables)
         head.pack()
         options, taps = self._options, head.config.target_layer_ids
         if taps not in self._features:

@@ -76,6 +76,7 @@ class BlockBatch:
     rows: tuple[int, ...]  # row numbers, to name a bad batch
     documents: tuple[Document, ...]
     taps: Tensor  # [S, K·C]
+    context_ids: Tensor  # [S] the row's own tokens there
     context_positions: Tensor  # [S]
     input_ids: Tensor  # [N]
     positions: Tensor  # [N]
@@ -171,6 +172,7 @@ def pack_blocks(
         rows=tuple(features.row for features, _, _ in items),
         documents=tuple(documents),
         taps=torch.cat([part.taps for part in parts]),
+        context_ids=torch.cat([part.context_ids for part in parts]),
         context_positions=torch.cat([torch.arange(len(part.taps)) for part in parts]),
         input_ids=torch.cat([part.input_ids for part in parts]),
         positions=torch.cat([part.positions for part in parts]),
@@ -191,6 +193,7 @@ def pack_blocks(
 @dataclass(frozen=True)
 class _Part:
     taps: Tensor
+    context_ids: Tensor
     input_ids: Tensor
     positions: Tensor
     visible: Tensor
@@ -221,6 +224,7 @@ def _pack_document(
     output = target - features.prompt_length
     return _Part(
         taps=features.taps[:context],
+        context_ids=tokens[:context],
         input_ids=torch.where(ahead <= 0, tokens[positions.clamp_max(len(tokens) - 1)], rules.mask_token_id),
         positions=positions,
         visible=torch.arange(context) < anchor[:, None],

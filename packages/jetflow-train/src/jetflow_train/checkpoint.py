@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from jetflow_core.head import DraftHead
+from jetflow_core.heads import Head
 from jetflow_train.features import replace_file
 
 _NAME = "checkpoint-"
@@ -52,7 +52,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", state)
 
 
-def export_head(path: Path, head: DraftHead) -> None:
+def export_head(path: Path, head: Head) -> None:
     """Save `head` as the folder `path`, replacing its files one by one and each atomically."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

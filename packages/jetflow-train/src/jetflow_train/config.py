@@ -93,6 +93,10 @@ class HeadOptions:
     max_length: int = _option(1024, "rows are cut at this many tokens; a longer prompt is refused")
     held_out: float = _option(0.03, "share of prompts kept for evaluation, chosen by a hash of their content")
     # The head.
+    kind: str = _option(
+        "jetflow",
+        "jetflow, or eagle: one autoregressive layer, for comparison; layers, attention, mask, conditioning, prefix do not apply",
+    )
     block_size: int = _option(10, "slots of a block: the anchor and the drafted depths")
     layers: int = _option(3, "draft layers")
     intermediate_size: int | None = _option(None, "inner width of the draft MLP (default: the target's)")
@@ -139,6 +143,10 @@ class HeadOptions:
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
             raise ValueError("give the length of the run as either minutes or steps")
+        if self.kind not in ("jetflow", "eagle"):
+            raise ValueError(f"kind {self.kind!r} is unknown: use jetflow or eagle")
+        if self.kind == "eagle" and (self.attention != "causal" or self.prefix > 0):
+            raise ValueError("an EAGLE head is causal and reads the row's own tokens: leave out attention and prefix")
         if self.attention not in ("causal", "bidirectional"):
             raise ValueError(f"attention {self.attention!r} is unknown: use causal or bidirectional")
         if not 0 <= self.held_out < 1:

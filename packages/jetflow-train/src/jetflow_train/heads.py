@@ -7,17 +7,24 @@ from dataclasses import fields
 
 import torch
 
-from jetflow_core.config import HeadConfig, default_tap_layers
+from jetflow_core.config import HeadConfig, ModelConfig, default_tap_layers
+from jetflow_core.eagle import EagleHead
+from jetflow_core.eagle_config import EagleConfig
 from jetflow_core.head import DraftHead
+from jetflow_core.heads import Head, load_head
 from jetflow_core.layers import has_native_bfloat16
 from jetflow_core.model import Decoder
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, frequent_tokens
 
+EXPANDED = 8  # nodes of a level that an EAGLE head's tree goes on from
 
-def head_config(model: Decoder, options: HeadOptions) -> HeadConfig:
+
+def head_config(model: Decoder, options: HeadOptions) -> HeadConfig | EagleConfig:
     """The head's configuration: the target's shape with the options' changes."""
     target = model.config
+    if options.kind == "eagle":
+        return _eagle_config(target, options)
     mask = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
     return HeadConfig(
         block_size=options.block_size,
@@ -44,9 +51,33 @@ def head_config(model: Decoder, options: HeadOptions) -> HeadConfig:
     )
 
 
+def _eagle_config(target: ModelConfig, options: HeadOptions) -> EagleConfig:
+    return EagleConfig(
+        depth=options.block_size - 1,
+        expanded=EXPANDED,
+        target_layer_ids=default_tap_layers(target.num_layers, options.taps),
+        num_target_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        draft_vocab_size=options.draft_vocab_size,
+    )
+
+
 def new_head(
-    model: Decoder, config: HeadConfig, rows: Sequence[Row], seed: int, dtype: torch.dtype = torch.float32
-) -> DraftHead:
+    model: Decoder,
+    config: HeadConfig | EagleConfig,
+    rows: Sequence[Row],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Head:
     """A freshly initialised head in `dtype` whose draft vocabulary is the most frequent output tokens of `rows`."""
     vocabulary = None
     if config.draft_vocab_size is not None:
@@ -55,23 +86,37 @@ def new_head(
         vocabulary = torch.tensor(ids, device=model.embed.device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = DraftHead(config, *target_tables(model, dtype), vocabulary)
+        head = _empty_head(model, config, vocabulary, dtype)
         head.reset_parameters()
     return head.to(model.embed.device, dtype).float_tables()
 
 
-def continued_head(path: str, model: Decoder, config: HeadConfig, dtype: torch.dtype = torch.float32) -> DraftHead:
+def _empty_head(
+    model: Decoder, config: HeadConfig | EagleConfig, vocabulary: torch.Tensor | None, dtype: torch.dtype
+) -> Head:
+    """A head of the kind that `config` describes, its weights still to be set."""
+    tables = target_tables(model, dtype)
+    if isinstance(config, EagleConfig):
+        return EagleHead(config, *tables, vocabulary)
+    return DraftHead(config, *tables, vocabulary)
+
+
+def continued_head(
+    path: str, model: Decoder, config: HeadConfig | EagleConfig, dtype: torch.dtype = torch.float32
+) -> Head:
     """The head of folder or hub id `path`, with its own draft vocabulary, to be trained on.
 
     Conditioning of order 2 may start from a head of order 1: what it adds starts at zero, so the head first drafts as that one.
 
     Raises ValueError naming what differs when it is not of the shape `config`.
     """
-    stored = DraftHead.load(path, *target_tables(model, dtype))
+    stored = load_head(path, *target_tables(model, dtype))
+    if type(stored.config) is not type(config):
+        raise ValueError(f"init {path}: that head is of another kind; change the option kind or the head")
     differing: list[str] = []
-    for each in fields(HeadConfig):
+    for each in fields(config):
         had, wanted = getattr(stored.config, each.name), getattr(config, each.name)
-        if each.name == "pairwise_order" and had < wanted and stored.pairwise is not None:
+        if each.name == "pairwise_order" and had < wanted and isinstance(stored, DraftHead) and stored.pairwise:
             continue
         if had != wanted and each.name not in (
             "rope",
@@ -80,9 +125,9 @@ def continued_head(path: str, model: Decoder, config: HeadConfig, dtype: torch.d
             differing.append(f"{each.name} = {had!r}, this run makes {wanted!r}")
     if differing:
         raise ValueError(f"init {path}: that head has {'; '.join(differing)}; change the options or the head")
-    head = DraftHead(config, *target_tables(model, dtype), stored.draft_vocab).to(model.embed.device, dtype)
+    head = _empty_head(model, config, stored.draft_vocab, dtype).to(model.embed.device, dtype)
     weights = stored.state_dict()
-    if head.pairwise is not None and head.pairwise.before is not None:
+    if isinstance(head, DraftHead) and head.pairwise is not None and head.pairwise.before is not None:
         weights = {"pairwise.before.weight": torch.zeros_like(head.pairwise.before.dense)} | weights
     head.load_state_dict(weights)
     return head.float_tables()

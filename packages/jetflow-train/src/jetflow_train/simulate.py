@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from jetflow_core.drafter import head_candidates
-from jetflow_core.head import DraftHead
+from jetflow_core.eagle import EagleHead
+from jetflow_core.heads import Head
 from jetflow_core.model import Decoder
 from jetflow_core.tree import DraftTree, grown_trees
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors
 from jetflow_train.data import Row
+from jetflow_train.eagle import row_trees
 from jetflow_train.features import RowFeatures, row_features
 from jetflow_train.losses import draft_index, sparse_teacher
+from jetflow_train.states import slot_states
 
 BRANCHES = 32  # candidates a depth, as in serving
 
@@ -39,7 +42,7 @@ class ForcedMetrics:
 
 @torch.no_grad()
 def forced_metrics(
-    head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, anchors: int, temperature: float
+    head: Head, items: Sequence[RowFeatures], rules: BlockRules, anchors: int, temperature: float
 ) -> ForcedMetrics:
     """Measure `anchors` whole blocks of each row of `items`; the same ones at every call."""
     generator = torch.Generator().manual_seed(0)
@@ -54,11 +57,10 @@ def forced_metrics(
         starts = sample_anchors(features, anchors, generator)
         room = features.ends(starts) - starts if rules.causal else torch.full_like(starts, rules.block_size)
         batch = pack_blocks([(features, starts, room.clamp_max(rules.block_size))], whole, device)
-        hidden = block_hidden(head, batch)[batch.slots]
         teacher = sparse_teacher(batch.teacher_ids, batch.teacher_logp, index, temperature)
         best = index[batch.teacher_ids[:, 0]]
         seen += torch.bincount(batch.depth - 1, minlength=depths)
-        for which, states in enumerate((head.condition(hidden, batch.previous, batch.before), hidden)):
+        for which, states in enumerate(slot_states(head, batch)):
             log_q = torch.log_softmax(head.logits(states).float(), dim=-1)
             cross = teacher.probs * (torch.log(teacher.probs.clamp_min(1e-9)) - log_q.gather(1, teacher.ids))
             kl[which] += cross.sum()
@@ -82,14 +84,16 @@ def answer_features(model: Decoder, row: Row, taps: Sequence[int], teacher_top: 
     return RowFeatures(0, len(row.prompt_ids), tokens, states.cpu(), ids.cpu(), logp.cpu())
 
 
-def head_rules(head: DraftHead) -> BlockRules:
-    """The rules of whole blocks of `head`, as measures want them."""
-    config = head.config
-    return BlockRules(config.block_size, config.mask_token_id, config.causal, gamma=None, truncate=False)
+def head_rules(head: Head) -> BlockRules:
+    """The rules of whole blocks of `head`, as measures want them. An EAGLE head has no masks and looks at none."""
+    size = head.config.block_size
+    if isinstance(head, EagleHead):
+        return BlockRules(size, mask_token_id=0, gamma=None, truncate=False)
+    return BlockRules(size, head.config.mask_token_id, head.config.causal, gamma=None, truncate=False)
 
 
 def replayed_tau(
-    head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
+    head: Head, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
 ) -> dict[int, float]:
     """τ (tokens committed per target forward) at each budget, over `items` from *greedy* rows, their first
     `max_tokens` tokens. There must be a row: no rows have no τ.
@@ -106,7 +110,7 @@ def tau_of(pairs: Sequence[tuple[int, int]]) -> float:
 
 @torch.no_grad()
 def replayed_rounds(
-    head: DraftHead, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
+    head: Head, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
 ) -> dict[int, list[tuple[int, int]]]:
     """(tokens committed, target passes) of every item at each budget, as in `replayed_tau`."""
     counts: dict[int, list[tuple[int, int]]] = {budget: [] for budget in budgets}
@@ -125,10 +129,10 @@ def replayed_rounds(
     return counts
 
 
-def _row_trees(
-    head: DraftHead, features: RowFeatures, anchors: Tensor, rules: BlockRules, budget: int
-) -> list[DraftTree]:
+def _row_trees(head: Head, features: RowFeatures, anchors: Tensor, rules: BlockRules, budget: int) -> list[DraftTree]:
     """The ranked tree of every anchor."""
+    if isinstance(head, EagleHead):
+        return row_trees(head, features, anchors.tolist(), budget, BRANCHES)
     whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
     batch = pack_blocks(
         [(features, anchors, torch.full_like(anchors, rules.block_size))], whole, head.norm.weight.device

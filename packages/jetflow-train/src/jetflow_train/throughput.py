@@ -14,12 +14,13 @@ from torch import Tensor
 from jetflow_core import host
 from jetflow_core.model import build_model
 from jetflow_core.weights import open_checkpoint
-from jetflow_train.blocks import BlockBatch, block_hidden
+from jetflow_train.blocks import BlockBatch
 from jetflow_train.config import HeadOptions, ThroughputOptions
 from jetflow_train.data import read_rows, spread
 from jetflow_train.evaluate import PACKAGES
 from jetflow_train.features import build_features
 from jetflow_train.heads import head_config, new_head, target_tables, training_dtype
+from jetflow_train.states import slot_states
 from jetflow_train.targets import target_path
 from jetflow_train.trainer import Trainer
 
@@ -29,8 +30,7 @@ class PlainTrainer(Trainer):
 
     def losses(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor]:
         """The forward KL of `Trainer.losses` from a `[slots, vocabulary]` tensor of float32 logits."""
-        hidden = block_hidden(self.head, batch)[batch.slots]
-        conditioned = self.head.condition(hidden, batch.previous, batch.before)
+        conditioned, hidden = slot_states(self.head, batch)
         teacher = torch.zeros(len(hidden), self.head.config.vocab_size, device=hidden.device)
         teacher.scatter_(1, batch.teacher_ids, teacher_probabilities(batch.teacher_logp, self.options))
 
@@ -38,7 +38,7 @@ class PlainTrainer(Trainer):
             log_q = torch.log_softmax(self.head.logits(states).float(), dim=-1)
             return (batch.weight * (torch.xlogy(teacher, teacher) - teacher * log_q).sum(dim=-1)).sum()
 
-        if self.head.pairwise is None or self.options.marginal_weight == 0:
+        if hidden is conditioned or self.options.marginal_weight == 0:
             return divergence(conditioned), hidden.new_zeros(()), conditioned
         return divergence(conditioned), divergence(hidden), conditioned
 

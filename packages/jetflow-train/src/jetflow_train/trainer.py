@@ -19,11 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from jetflow_core.head import DraftHead
+from jetflow_core.heads import Head, load_head
 from jetflow_train.blocks import (
     BlockBatch,
-    BlockRules,
-    block_hidden,
     pack_blocks,
     sample_anchors,
     sample_lengths,
@@ -37,7 +35,8 @@ from jetflow_train.features import Features, RowFeatures
 from jetflow_train.losses import Divergence, SlotAcceptance, draft_index, slot_hits
 from jetflow_train.masters import MasterWeights
 from jetflow_train.order import DataOrder, Draw, Position
-from jetflow_train.simulate import forced_metrics, replayed_tau
+from jetflow_train.simulate import forced_metrics, head_rules, replayed_tau
+from jetflow_train.states import slot_states
 from jetflow_triton.distill import Kind
 
 FORCED_ROWS, FORCED_ANCHORS = 24, 8
@@ -76,7 +75,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: DraftHead,
+        head: Head,
         tables: tuple[Tensor, Tensor],
         store: Features,
         rows: list[Row],
@@ -85,14 +84,7 @@ class Trainer:
     ) -> None:
         self.head, self.store, self.rows, self.options, self.ranks = head, store, rows, options, ranks
         self.output = Path(options.output)
-        self.rules = BlockRules(
-            options.block_size,
-            head.config.mask_token_id,
-            head.config.causal,
-            options.gamma,
-            options.truncate,
-            prefix=options.prefix,
-        )
+        self.rules = replace(head_rules(head), gamma=options.gamma, truncate=options.truncate, prefix=options.prefix)
         self.position = Position()
         self._whole = True  # no step is half done
         self._device = head.norm.weight.device
@@ -217,11 +209,10 @@ class Trainer:
 
     def losses(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor]:
         """(conditioned, marginal) divergences, each summed over the batch's slots by weight, and the conditioned states."""
-        hidden = block_hidden(self.head, batch)[batch.slots]
-        conditioned = self.head.condition(hidden, batch.previous, batch.before)
+        conditioned, hidden = slot_states(self.head, batch)
         teacher = self._index[batch.teacher_ids], batch.teacher_logp
         conditional = self._divergence(conditioned, self._lm_rows, *teacher, batch.weight)
-        if self.head.pairwise is None or self.options.marginal_weight == 0:
+        if hidden is conditioned or self.options.marginal_weight == 0:
             return conditional, conditional.new_zeros(()), conditioned
         return conditional, self._divergence(hidden, self._lm_rows, *teacher, batch.weight), conditioned
 
@@ -260,7 +251,7 @@ class Trainer:
             return {"held_out": asdict(forced)}
         # Replayed with the exported head, read back as serving reads it: what is measured is what will be used.
         export_head(self.output / "head", self.head)
-        drafting = DraftHead.load(self.output / "head", *self._tables)
+        drafting = load_head(self.output / "head", *self._tables)
         drafting.pack()
         tau = replayed_tau(drafting, [self.store[row] for row in greedy], self.rules, REPLAYED_BUDGETS, REPLAYED_TOKENS)
         return {"held_out": asdict(forced), "replayed_tau": tau}
@@ -313,10 +304,12 @@ class Trainer:
             return False
         path = found[-1]
         state = load_checkpoint(path)
+        # A run from before an option existed had its default.
+        had = {each.name: each.default for each in fields(HeadOptions)} | state["options"]
         for key, value in self._identity().items():
-            if state["options"].get(key) != value:
+            if had.get(key) != value:
                 raise ValueError(
-                    f"{path}: that run had {key} = {state['options'].get(key)!r}, this one has {value!r}; "
+                    f"{path}: that run had {key} = {had.get(key)!r}, this one has {value!r}; "
                     "name another output folder, or delete the checkpoints"
                 )
         try:
@@ -340,7 +333,7 @@ class Trainer:
         ids = self.head.draft_vocab
         vocabulary = None if ids is None else hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()[:16]
         return values | {
-            "mask_token_id": config.mask_token_id,
+            "mask_token_id": self.rules.mask_token_id,
             "taps": list(config.target_layer_ids),
             "dtype": dtype,
             "draft vocabulary": vocabulary,
