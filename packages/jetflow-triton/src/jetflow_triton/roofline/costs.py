@@ -19,7 +19,6 @@ from jetflow_triton.tiles import Tile, nearest, read_table
 ROWS = 64  # a tile's height, of attention and linear
 BLOCK, SPLIT, FILLED = 64, 512, 128  # of attention: slots a block, slots a split, programs of a full grid
 ITEM = 2  # bytes of bfloat16 and float16
-LAUNCH = 2e-6  # seconds a dependent kernel of a captured graph takes to start and drain
 SHARE = 2  # an SM draws at most this multiple of its share of the bandwidth: half of them saturate it
 SPAN, LAG = 64, 32  # of exact attention: keys a block, latest keys that are in none
 PART, AT_ONCE = 4096, 2**28  # of topk_logprobs: logits a program, logits that exist at a time
@@ -51,7 +50,7 @@ class Cost:
         reach = min(1.0, SHARE * fill)
         memory = self.bytes / (device.bandwidth * reach)
         cache = self.loads / (device.cache_bandwidth * reach)
-        return max(memory, cache, self.issued / (device.flops * fill)) + self.launches * LAUNCH
+        return max(memory, cache, self.issued / (device.flops * fill)) + self.launches * device.launch
 
 
 def rms_norm(model: Model, load: Load) -> Cost:
@@ -103,23 +102,27 @@ def matrices(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def linear(name: str) -> Callable[[Model, Load], Cost]:
-    """The weight once, x in and out; our tile of `ROWS` rows is the same for every number of rows."""
+    """The product `name` of `matrices`, with all rows of a step."""
 
     def cost(model: Model, load: Load) -> Cost:
-        out, width = matrices(model)[name]
-        block = linear_block(out)
-        tiles = ceil(load.tokens / ROWS)
-        weight, x, y = out * width * ITEM, load.tokens * width * ITEM, load.tokens * out * ITEM
-        return Cost(
-            bytes=weight + x + y,
-            flops=2 * load.tokens * out * width,
-            loads=tiles * weight + ceil(out / block) * x + y,
-            issued=2 * tiles * ROWS * ceil(out / block) * block * width,
-            programs=tiles * ceil(out / block),
-            launches=1,
-        )
+        return product(load.tokens, *matrices(model)[name])
 
     return cost
+
+
+def product(tokens: int, out: int, width: int) -> Cost:
+    """The weight `[out, width]` once, x in and out; our tile of `ROWS` rows is the same for every number of rows."""
+    block = linear_block(out)
+    tiles = ceil(tokens / ROWS)
+    weight, x, y = out * width * ITEM, tokens * width * ITEM, tokens * out * ITEM
+    return Cost(
+        bytes=weight + x + y,
+        flops=2 * tokens * out * width,
+        loads=tiles * weight + ceil(out / block) * x + y,
+        issued=2 * tiles * ROWS * ceil(out / block) * block * width,
+        programs=tiles * ceil(out / block),
+        launches=1,
+    )
 
 
 def linear_block(out: int) -> int:
@@ -263,6 +266,8 @@ def distinct_experts(model: Model, tokens: int) -> float:
 @lru_cache(maxsize=256)
 def expected_tiles(tokens: int, chance: float, block: int) -> float:
     """Tiles of `block` rows that a group needs if each token joins it with `chance`."""
+    if chance >= 1:
+        return ceil(tokens / block)
 
     def probability(size: int) -> float:
         ways = lgamma(tokens + 1) - lgamma(size + 1) - lgamma(tokens - size + 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from jetflow_triton.roofline import costs
-from jetflow_triton.roofline.costs import ACCEPTED, DEPTH, FILLED, ITEM, LAUNCH, OPS, ROWS, SHARE, SPLIT, Cost
-from jetflow_triton.roofline.shapes import H100, H200, QWEN3_8B, QWEN3_30B_A3B, Load, Model
+from jetflow_triton.roofline.costs import ACCEPTED, DEPTH, FILLED, ITEM, OPS, ROWS, SHARE, SPLIT, Cost
+from jetflow_triton.roofline.shapes import H100, H200, LAUNCH, QWEN3_8B, QWEN3_30B_A3B, Load, Model
 
 DENSE, SPARSE = QWEN3_8B, QWEN3_30B_A3B
 
