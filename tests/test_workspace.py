@@ -15,7 +15,7 @@ MEMBERS = {
     "jetflow_triton": set(),
     "jetflow_core": {"jetflow_triton"},
     "jetflow_train": {"jetflow_core", "jetflow_triton"},
-    "jetflow_serve": {"jetflow_core"},
+    "jetflow_serve": {"jetflow_core", "jetflow_triton"},
 }
 
 

@@ -175,8 +175,11 @@ def test_options_and_defaults_are_these() -> None:
         "no_chat": False,
     }  # fmt: skip
     assert vars(parse(["bench", "--data", "a"])) == model | {
-        "command": "bench", "data": ["a"], "budgets": "8,16,32", "prompts": 20, "repeats": 1, "json": None,
+        "command": "bench", "data": ["a"], "budgets": None, "prompts": 20, "repeats": 1, "json": None,
         "max_tokens": 128, "temperature": 0.0, "seed": None,
+        "simulate": None, "method": None, "device_profile": None, "shape": None, "batch": "1,4,16,64",
+        "context": "1024,8192,32768", "kernels": "design", "host_ms": 0.0, "plot": None, "save_profile": None,
+        "validate": False,
     }  # fmt: skip
     assert vars(parse(["bench-serve", "--data", "a"])) == model | {
         "command": "bench-serve", "data": ["a"], "prompts": 20, "concurrency": "1,2,4,8,16,32", "rates": None,
@@ -202,7 +205,7 @@ def test_help(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> N
     [
         ["fly"],
         ["generate"],
-        ["bench"],
+        ["verify"],
         ["--budget", "-1"],
         ["--budget", "many"],
         ["--port", "many"],

@@ -16,6 +16,8 @@ Serve, try and measure a language model with lossless tree speculative decoding.
 Without a command it serves: `jetflow-serve` alone starts the demo model on http://127.0.0.1:8000, and
 `jetflow-serve --port 9000` is `jetflow-serve serve --port 9000`."""
 
+DEFAULT_BUDGETS = "8,16,32"  # of bench
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status. Users' mistakes are one line on stderr and status 2."""
@@ -41,9 +43,7 @@ def _run(options: argparse.Namespace) -> int:
 
         return generate(options, _write)
     if options.command == "bench":
-        from jetflow_serve.bench import bench  # noqa: PLC0415
-
-        return bench(options, _write, _write_progress)
+        return _run_bench(options)
     if options.command == "bench-serve":
         from jetflow_serve.bench_serve import bench_serve  # noqa: PLC0415
 
@@ -55,6 +55,20 @@ def _run(options: argparse.Namespace) -> int:
     from jetflow_serve.server import serve  # noqa: PLC0415
 
     return serve(options, _write)
+
+
+def _run_bench(options: argparse.Namespace) -> int:
+    """Measure, or with `--simulate` predict."""
+    if options.simulate is not None:
+        from jetflow_serve.simulate import simulate  # noqa: PLC0415
+
+        return simulate(options, _write, _write_progress)
+    if not options.data:
+        raise ValueError("bench measures prompts: name their files with --data (only --simulate does without)")
+    from jetflow_serve.bench import bench  # noqa: PLC0415
+
+    options.budgets = options.budgets or DEFAULT_BUDGETS
+    return bench(options, _write, _write_progress)
 
 
 def _write(text: str) -> None:
@@ -173,12 +187,57 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         'Run every prompt at budget 0 and at each budget in turn, one request at a time. Rows are {"id": ..., "turns": '
         "[text, ...]}; the first turn is asked through the chat template. Prints medians with hardware and dtype."
     )
-    _add_data(parser)
-    parser.add_argument("--budgets", default="8,16,32", help="draft nodes a pass, besides 0 (%(default)s)")
+    _add_data(parser, required=False)
+    parser.add_argument(
+        "--budgets",
+        help=f"draft nodes a pass, besides 0 ({DEFAULT_BUDGETS}; with --simulate the powers of two of the trace)",
+    )
     parser.add_argument("--repeats", type=_at_least(1), default=1, help="runs of each prompt and budget (%(default)s)")
     parser.add_argument("--json", metavar="PATH", help="write the results there too")
     _add_model_options(parser)
     _add_sampling(parser, max_tokens=128)
+    _add_simulation(parser)
+
+
+def _add_simulation(parser: argparse.ArgumentParser) -> None:
+    simulation = parser.add_argument_group(
+        "simulation (nothing is measured, unless by --validate; docs/simulator.md)",
+        "What the head whose acceptance is in a trace would give on a device: τ, speed-up and best budget by batch and context.",
+    )
+    simulation.add_argument("--simulate", metavar="TRACE.jsonl", help="acceptance traces that --trace has written")
+    simulation.add_argument("--method", metavar="NAME", help="whose traces, where the file has several")
+    simulation.add_argument(
+        "--device-profile",
+        metavar="NAME",
+        help="h100, h200, b200, a file of --save-profile, or `here`: this machine, calibrated first (h200; with --validate here)",
+    )
+    simulation.add_argument(
+        "--shape", metavar="NAME", help="qwen3-8b or qwen3-30b-a3b, with --head or a public head's shape"
+    )
+    simulation.add_argument("--batch", default="1,4,16,64", metavar="N,N,...", help="requests at once (%(default)s)")
+    simulation.add_argument(
+        "--context", default="1024,8192,32768", metavar="N,N,...", help="cached tokens (%(default)s)"
+    )
+    simulation.add_argument(
+        "--kernels",
+        choices=["design", "floor"],
+        default="design",
+        help="of a GPU: what our own take by docs/roofline.md, or what none can beat (%(default)s)",
+    )
+    simulation.add_argument(
+        "--host-ms",
+        type=_not_negative,
+        default=0.0,
+        metavar="MS",
+        help="added to every step; 0: CUDA graphs (%(default)s)",
+    )
+    simulation.add_argument("--plot", metavar="PATH", help="draw speed-up against budget there, as .png or .svg")
+    simulation.add_argument("--save-profile", metavar="PATH", help="write the calibration of this machine there")
+    simulation.add_argument(
+        "--validate",
+        action="store_true",
+        help="run the traced prompts of --data too, and hold the prediction to the measurement",
+    )
 
 
 def _add_bench_serve(parser: argparse.ArgumentParser) -> None:
@@ -229,8 +288,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_model_options(parser)
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", nargs="+", required=True, metavar="FILE.jsonl", help="one workload a file")
+def _add_data(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument("--data", nargs="+", required=required, metavar="FILE.jsonl", help="one workload a file")
     parser.add_argument("--prompts", type=_at_least(1), default=20, help="rows of each file (%(default)s)")
 
 
