@@ -29,10 +29,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def silu_mul_twin(gate_up: Tensor) -> Tensor:
     """Plain-torch `silu_mul`; float32 inside, one rounding at the end."""
-    gate, up = gate_up.chunk(2, -1)
-    if gate_up.dtype in (torch.float32, torch.float64):
-        return functional.silu(gate) * up
-    return (functional.silu(gate.float()) * up.float()).to(gate_up.dtype)
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def _shape(gate_up: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from jetflow_triton.checks import INT32, INTEGER, check_devices, check_indices, check_rows, debugging
 from jetflow_triton.dispatch import register, uses_op
+
+ROWS_AT_ONCE = 64  # queries of a sequence whose float32 scores exist at the same time on the CPU
 
 
 def tree_attention(
@@ -74,11 +75,14 @@ def tree_attention_twin(
     window: int | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Plain-torch `tree_attention`: one fused torch attention a sequence."""
+    """Plain-torch `tree_attention`, float32 inside.
+
+    Torch's fused attention costs more for the few queries of a step: its small half-precision products are slow.
+    """
     group = q.shape[1] // k_cache.shape[2]
     # Every layer of a step asks for the same layout; it is found by content, so it can never be stale.
     layout = read_layout(q, k_cache, block_tables, query_start, prefix_lens, tree_mask, window, positions)
-    shares = _shares(layout, group, q.dtype)
+    shares = _shares(layout, group, torch.promote_types(q.dtype, torch.float32))
     outputs = [_attend(q, k_cache, v_cache, share, group, scale) for share in shares]
     if len(outputs) == 1:
         return outputs[0]
@@ -87,34 +91,29 @@ def tree_attention_twin(
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One sequence's part of a call."""
+    """Some rows of one sequence in a call."""
 
     first: int  # its rows of q are first … last − 1
     last: int
     start: int  # its slots are those from the beginning of block `start`,
     length: int
     blocks: Tensor | None  # or of these blocks, where they do not follow each other
-    bias: Tensor | None  # [(last − first) * group, length], 0 where visible, −inf elsewhere; None: all visible
+    bias: Tensor  # [(last − first) * group, length], 0 where visible, −inf elsewhere
     blind: Tensor | None  # rows * group that see nothing
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, share: _Share, group: int, scale: float) -> Tensor:
     """`[rows, Hq, D]`. The query heads of one KV head are packed as rows, so K and V are not repeated."""
-    rows, (_, heads, width) = share.last - share.first, q.shape
+    rows, (_, heads, width), dtype = share.last - share.first, q.shape, share.bias.dtype
     if share.blocks is None:
         k, v = k_cache[share.start :], v_cache[share.start :]
     else:  # whole blocks: one by one, slots would take several times as long to copy
         k, v = k_cache.index_select(0, share.blocks), v_cache.index_select(0, share.blocks)
-    k, v = k.flatten(0, 1)[: share.length], v.flatten(0, 1)[: share.length]
-    packed = q[share.first : share.last].unflatten(1, (heads // group, group)).transpose(0, 1)
-    packed = packed.reshape(1, heads // group, rows * group, width)
-    out = scaled_dot_product_attention(
-        packed,
-        k.transpose(0, 1).unsqueeze(0),
-        v.transpose(0, 1).unsqueeze(0),
-        attn_mask=share.bias,
-        scale=scale,
-    )
+    k, v = k.flatten(0, 1)[: share.length].to(dtype), v.flatten(0, 1)[: share.length].to(dtype)
+    packed = q[share.first : share.last].to(dtype).view(rows, heads // group, group, width).transpose(0, 1)
+    packed = packed.reshape(heads // group, rows * group, width)
+    weights = torch.baddbmm(share.bias, packed, k.permute(1, 2, 0), alpha=scale).softmax(-1)
+    out = torch.bmm(weights, v.transpose(0, 1)).to(q.dtype)
     if share.blind is not None:
         out = out.masked_fill(share.blind.unsqueeze(1), 0.0)
     return out.view(-1, rows, group, width).transpose(0, 1).reshape(rows, heads, width)
@@ -160,19 +159,23 @@ def read_layout(
 
 @lru_cache(maxsize=16)
 def _shares(layout: Layout, group: int, dtype: torch.dtype) -> list[_Share]:
-    """How the twin reads the cache for a layout, which it checks first."""
+    """How the twin reads the cache for a layout, which it checks first; it computes in `dtype`."""
     check_layout(layout)
     shares: list[_Share] = []
     for b, prefix in enumerate(layout.prefix_lens):
         first, last = layout.query_start[b], layout.query_start[b + 1]
         if first == last:
             continue
-        length = prefix + last - first
-        blocks = layout.block_tables[b][: -(-length // layout.page)]
-        bias, blind = _bias(visible_slots(layout, first, last, prefix), group, dtype)
+        blocks = layout.block_tables[b][: -(-(prefix + last - first) // layout.page)]
         joined = all(later == sooner + 1 for sooner, later in pairwise(blocks))
         scattered = None if joined else torch.tensor(blocks, dtype=torch.int64)
-        shares.append(_Share(first, last, blocks[0], length, scattered, bias, blind))
+        visible = visible_slots(layout, first, last, prefix)
+        for start in range(0, last - first, ROWS_AT_ONCE):
+            own = visible[start : start + ROWS_AT_ONCE]
+            seen = own.any(0).nonzero()
+            length = int(seen[-1]) + 1 if len(seen) else 1  # what no row sees is not even read
+            bias, blind = _bias(own[:, :length], group, dtype)
+            shares.append(_Share(first + start, first + start + len(own), blocks[0], length, scattered, bias, blind))
     return shares
 
 
@@ -192,9 +195,7 @@ def visible_slots(layout: Layout, first: int, last: int, prefix: int) -> Tensor:
     return visible
 
 
-def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    if bool(visible.all()):
-        return None, None
+def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     visible = visible.repeat_interleave(group, 0)
     blind = ~visible.any(1)
     bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))

@@ -46,6 +46,8 @@ def check_indices(name: str, indices: Tensor, dim: int, dtypes: tuple[torch.dtyp
 
 def check_devices(**tensors: Tensor | None) -> None:
     """All tensors are where the first one is."""
+    if len({tensor.device for tensor in tensors.values() if tensor is not None}) < 2:
+        return
     (first, reference), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     for name, tensor in others:
         if tensor.device != reference.device:

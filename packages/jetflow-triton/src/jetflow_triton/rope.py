@@ -72,6 +72,8 @@ def qk_norm_rope_twin(
 
 def _norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """One of q and k `[T, H, D]`; `cos` is `[T, 1, D]` twice over, `sin` the same with its first half negated."""
+    if x.shape[1] == 0:
+        return x.new_empty(x.shape)
     normed = x if weight is None else rms_norm_twin(x, weight, eps)
     rotated = torch.addcmul(normed * cos, normed.roll(x.shape[2] // 2, -1), sin)
     return rotated if rotated.dtype is x.dtype else rotated.to(x.dtype)
