@@ -39,6 +39,7 @@ VARIANTS = (
         changes={"pairwise_size": 0, "attention": "bidirectional"},
         below=True,
     ),
+    Variant("eagle", "kind", changes={"kind": "eagle"}),
     Variant("matched", "data", data=MATCHED),
     Variant("corpus", "data", against="matched", data=CORPUS, below=True),
     Variant("gamma-none", "gamma", changes={"gamma": None}),
