@@ -15,7 +15,8 @@ import torch
 from jetflow_core import demo as core_demo
 from jetflow_core.engine import DrafterKind, Engine, EngineConfig
 from jetflow_core.llm import LLM
-from jetflow_serve import bench, choice, cli, config_file, demo, generate, server, verify
+from jetflow_core.step_clock import PHASES, PhaseTimes
+from jetflow_serve import choice, cli, config_file, demo, generate, server, verify
 from jetflow_serve.measure import Run
 from serve.support import byte_tokenizer
 from tiny import tiny_head, tiny_model
@@ -45,7 +46,7 @@ def tiny_llm(demo_files: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
     head = tiny_head(model)
     head.pack()
     llm = LLM(Engine(model, byte_tokenizer(), head, EngineConfig()))
-    for module in (generate, bench, server, verify):
+    for module in (generate, server, verify):
         monkeypatch.setattr(module, "load", lambda chosen, options: llm)
     return llm
 
@@ -175,10 +176,11 @@ def test_options_and_defaults_are_these() -> None:
         "no_chat": False,
     }  # fmt: skip
     assert vars(parse(["bench", "--data", "a"])) == model | {
-        "command": "bench", "data": ["a"], "budgets": None, "prompts": 20, "repeats": 1, "json": None,
+        "command": "bench", "data": ["a"], "method": [], "budgets": None, "prompts": 20, "repeats": 1, "json": None,
+        "tau_only": False, "markdown": None, "plot": None, "trace": None,
         "max_tokens": 128, "temperature": 0.0, "seed": None,
-        "simulate": None, "method": None, "device_profile": None, "shape": None, "batch": "1,4,16,64",
-        "context": "1024,8192,32768", "kernels": "design", "host_ms": 0.0, "plot": None, "save_profile": None,
+        "simulate": None, "device_profile": None, "shape": None, "batch": "1,4,16,64",
+        "context": "1024,8192,32768", "kernels": "design", "host_ms": 0.0, "save_profile": None,
         "validate": False,
     }  # fmt: skip
     assert vars(parse(["bench-serve", "--data", "a"])) == model | {
@@ -371,7 +373,7 @@ def test_bad_key_files(content: str, message: str, tmp_path: Path) -> None:
         server.read_keys([" "], None)
 
 
-# -- generate and bench -----------------------------------------------------------------------------------------------
+# -- generate and verify ---------------------------------------------------------------------------------------------
 
 
 def test_generate_prints_text_then_speed(tiny_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,44 +405,11 @@ def test_generate_refuses_what_the_engine_refuses(tiny_llm: LLM, capsys: pytest.
 
 
 def test_a_difference_is_said_aloud() -> None:
-    one, two = (Run((1, 2, token), "", "length", 0.1, 1.0, 2, 1) for token in (3, 4))
+    times = PhaseTimes(1, dict.fromkeys(PHASES, 0.1))
+    one, two = (Run((1, 2, token), "", "length", 0.1, 1.0, 2, (1,), times, 4) for token in (3, 4))
     assert "NOT the same text" in generate.summary(one, two, 8)
     assert "speed-up 1.00x, identical text" in generate.summary(one, one, 8)
-    assert "too short" in generate.summary(Run((1,), "", "stop", 0.1, 0.0, 0, 0), None, 0)
-
-
-def test_bench_prints_a_table_and_writes_json(
-    tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "small.jsonl"
-    data.write_text("".join(json.dumps({"id": f"s/{i}", "turns": [f"say {i}"]}) + "\n" for i in range(3)))
-    path = tmp_path / "out.json"
-    arguments = ["--budgets", "0, 4,8,4", "--prompts", "2", "--max-tokens", "8", "--repeats", "2", "--json", str(path)]
-    status, out, err = run(capsys, "bench", "--data", str(data), *arguments)
-    assert status == 0
-    assert "small: 2/2 prompts" in err
-    for fact in ("cpu:", "cores:", "native_bf16:", "dtype: float32", "torch:", "threads:"):
-        assert fact in out
-    assert [line.split(" | ")[1] for line in out.splitlines() if line.startswith("| small")] == ["0", "4", "8"]
-    result = json.loads(path.read_text())
-    assert result["host"]["dtype"] == "float32"
-    assert result["settings"]["repeats"] == 2
-    for row in result["rows"]:
-        assert row["prompts"] == row["identical"] == 2
-        assert row["acceptance_length"] >= 1
-        assert row["tokens_per_second"] > 0
-    assert result["rows"][0]["ratio"] == 1
-
-
-def test_bench_counts_differences_and_pairs_speeds() -> None:
-    def one(token: int, seconds: float) -> Run:
-        return Run((5, token), "", "length", 0.1, seconds, 4, 2)
-
-    baseline = [one(1, 2.0), one(1, 2.0), one(1, 4.0), one(1, 4.0)]
-    row = bench.summarise("w", 8, [one(1, 1.0), one(1, 1.0), one(1, 2.0), one(9, 2.0)], baseline, repeats=2)
-    assert (row.prompts, row.identical) == (2, 1)
-    assert row.ratio == row.ratio_low == row.ratio_high == 2.0
-    assert row.acceptance_length == 2.0
+    assert "too short" in generate.summary(Run((1,), "", "stop", 0.1, 0.0, 0, (), times, 0), None, 0)
 
 
 def test_verify_holds_answers_to_budget_0(
@@ -471,35 +440,3 @@ def test_exact_mode_and_float32_allow_no_difference_half_precision_a_near_tie() 
     assert not sampled.holds(torch.float32, exact=False)
     wide = verify.Verdict("w", 0.0, 16, 1, 3, [verify.Flip("p", 2, 0.6)])
     assert not wide.holds(torch.bfloat16, exact=False)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "no rows"),
-        ("{", "line 1: not JSON"),
-        ('\n{"id": "a"}\n', "line 2: a row must be"),
-        ('{"turns": []}', "line 1"),
-        ('{"turns": [""]}', "line 1"),
-        ('{"turns": "hello"}', "line 1"),
-        ("[]", "line 1"),
-        ('{"turns": ["' + "x" * 300 + '"], "id": "long/1"}', "prompt long/1: the prompt has"),
-    ],
-)
-def test_bad_bench_files(
-    content: str, message: str, tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content)
-    status, _, err = run(capsys, "bench", "--data", str(path), "--budgets", "4")
-    assert status == 2
-    assert message in err
-
-
-def test_bad_bench_options(tiny_llm: LLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "bench", "--data", str(tmp_path / "none.jsonl"))
-    assert (status, "there is no file" in err) == (2, True)
-    for text in ("8;16", "8,,16", "", "-1", "²"):
-        with pytest.raises(ValueError, match=r"--batch .* 8,16,32"):
-            bench.parse_numbers("--batch", text)
-    assert bench.parse_numbers("--budgets", "8,16,8, 0") == [8, 16, 0]

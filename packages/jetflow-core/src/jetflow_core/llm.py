@@ -11,7 +11,7 @@ from jetflow_core.config import ModelConfig
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.heads import Head, load_head
 from jetflow_core.logprobs import TokenLogprobs
-from jetflow_core.model import build_model
+from jetflow_core.model import Decoder, build_model
 from jetflow_core.request import Output, Usage
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.tokenizer import Tokenizer
@@ -66,18 +66,36 @@ class LLM:
 
         Raises ValueError (CheckpointError for files) naming what is wrong.
         """
+        setups = [(head, config or EngineConfig())]
+        return cls.load_each(model, setups, dtype=dtype, device=device, exact=exact)[0]
+
+    @classmethod
+    def load_each(
+        cls,
+        model: str | Path,
+        setups: Sequence[tuple[str | Path | None, EngineConfig]],
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        exact: bool = False,
+    ) -> list[LLM]:
+        """An engine for each of `setups`, a draft head and limits, with a cache of its own; all share one copy of `model`.
+
+        A head that is named twice is loaded once. See `load` for the rest.
+        """
         checkpoint = open_checkpoint(model)
         decoder = build_model(checkpoint, dtype, device)
         if exact:
             decoder.set_exact()
-        draft_head = None
-        if head is not None:
-            assert decoder.lm_head.weight is not None
-            draft_head = load_head(head, decoder.embed, decoder.lm_head.weight)
-            check_head(draft_head, decoder.config, str(head))
-            draft_head.pack()
-        decoder.pack()
-        return cls(Engine(decoder, checkpoint.tokenizer, draft_head, config))
+        heads: dict[str | Path, Head] = {}
+        for source, _ in setups:
+            if source is not None and source not in heads:
+                heads[source] = _load_head(source, decoder)
+        decoder.pack()  # not before: heads are built on the tables as they were read
+        return [
+            cls(Engine(decoder, checkpoint.tokenizer, None if source is None else heads[source], config))
+            for source, config in setups
+        ]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -126,6 +144,15 @@ class LLM:
                             return
         finally:
             self.engine.abort(request_id)
+
+
+def _load_head(source: str | Path, decoder: Decoder) -> Head:
+    """The head in `source`, ready to draft for `decoder`."""
+    assert decoder.lm_head.weight is not None
+    head = load_head(source, decoder.embed, decoder.lm_head.weight)
+    check_head(head, decoder.config, str(source))
+    head.pack()
+    return head
 
 
 def check_head(head: Head, target: ModelConfig, source: str) -> None:

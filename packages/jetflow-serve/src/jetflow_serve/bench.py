@@ -1,10 +1,9 @@
-"""`jetflow-serve bench`: interleaved autoregressive and speculative runs over prompts from files."""
+"""`jetflow-serve bench`: methods × budgets × workloads on one target, interleaved, against plain decoding of the same prompts."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import statistics
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,160 +11,205 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetflow_core.sampling import SamplingParams
-from jetflow_serve.choice import choose_model, load
+from jetflow_serve.bench_plot import draw
+from jetflow_serve.bench_report import require_matplotlib
+from jetflow_serve.bench_table import Replay, Row, markdown, replay, replay_markdown, summarise
+from jetflow_serve.choice import ModelChoice, choose_model
+from jetflow_serve.flips import Flip, excused, find_flip
 from jetflow_serve.host import describe
 from jetflow_serve.measure import Run, timed_run, warm_up
+from jetflow_serve.methods import BASELINE, Method, load_methods, parse_methods
+from jetflow_serve.trace import Trace, write_traces
+from jetflow_serve.trace_recorder import record_trace
+from jetflow_serve.workload import Workload, parse_numbers, read_workload
 
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Prompts of one file: (id, first user turn)."""
+class Contender:
+    """A loaded method."""
 
     name: str
-    prompts: list[tuple[str, str]]
+    llm: LLM
 
 
 @dataclass(frozen=True)
-class Row:
-    """Results of one budget on one workload.
+class Plan:
+    """What is compared: methods at `budgets`, asked with `params`, every run of a prompt made `repeats` times."""
 
-    `tokens_per_second`: median over runs. `ratio`: median over prompts and repeats of speed against the budget-0 run
-    made next to it; `ratio_low` and `ratio_high` are its quartiles. `identical`: prompts with the tokens of budget 0.
-    """
-
-    workload: str
-    budget: int
-    prompts: int
-    tokens: int
-    tokens_per_second: float
-    acceptance_length: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    identical: int
+    methods: list[Method]
+    budgets: list[int]
+    params: SamplingParams
+    repeats: int
 
 
 def bench(options: Namespace, write: Callable[[str], None], progress: Callable[[str], None]) -> int:
-    """Run the benchmark, print a Markdown table, write JSON where asked. Raises ValueError for bad files or options."""
+    """Run the benchmark, print tables, write JSON, Markdown, plots and traces where asked.
+
+    Status 1 when an answer differs from plain decoding's by more than a near-tie. Raises ValueError for bad files or options.
+    """
     workloads = [read_workload(Path(path), options.prompts) for path in options.data]
-    budgets = [budget for budget in parse_numbers("--budgets", options.budgets) if budget > 0]
-    choice = choose_model(options.model, options.head, max(budgets, default=0), None, options.drafter)
-    seed = secrets.randbits(31) if options.seed is None else options.seed  # every run of a prompt needs the same one
-    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
-    llm = load(choice, options)
-    warm_up(llm, [0, *budgets])
-    rows: list[Row] = []
-    for workload in workloads:
-        rows += measure(llm, workload, budgets, params, options.repeats, progress)
-    facts = {"model": choice.name, "head": choice.head or "none", **describe(llm)}
-    write("".join(f"{name}: {value}\n" for name, value in facts.items()))
-    write(f"{options.max_tokens} new tokens at most, batch 1, {options.repeats} interleaved repeats\n\n")
-    write(markdown(rows) + "\n")
-    if options.json:
-        settings = {"sampling": asdict(params), "repeats": options.repeats, "data": list(options.data)}
-        Path(options.json).write_text(
-            json.dumps({"host": facts, "settings": settings, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
-        )
-    return 0
+    if len({workload.name for workload in workloads}) < len(workloads):
+        raise ValueError("--data names two files of one name, which is the workload's: rename one of them")
+    if options.plot:
+        require_matplotlib()
+    choice, plan = _plan(options)
+    baseline, others = load_methods(choice, options, plan.methods)
+    contenders = [Contender(method.name, llm) for method, llm in zip(plan.methods, others, strict=True)]
+    facts = _facts(choice, plan, baseline)
+    write("".join(f"{name}: {value}\n" for name, value in facts.items()) + "\n")
+    results: dict[str, Any] = {"host": facts, "settings": _settings(options, plan)}
+    tables, sound = "", True
+    if options.tau_only or options.trace:
+        traces = [trace for load in workloads for trace in record(contenders, load, plan, progress)]
+        replays = _replays(traces, workloads, plan)
+        tables += replay_markdown(replays) + "\n"
+        results["replays"] = [asdict(row) for row in replays]
+        if options.trace:
+            write_traces(Path(options.trace), traces)
+    if not options.tau_only:
+        warm_up(baseline, [0])
+        for contender in contenders:
+            warm_up(contender.llm, plan.budgets)
+        rows = [row for load in workloads for row in measure(baseline, contenders, load, plan, progress)]
+        tables = markdown(rows, plan.params.temperature) + "\n" + ("\n" + tables if tables else "")
+        results["rows"] = [asdict(row) for row in rows]
+        sound = _sound(rows, baseline, plan.params.temperature)
+        if options.plot:
+            draw(rows, options.plot, _title(facts))
+    write(
+        tables
+        if sound
+        else tables + "\nNOT LOSSLESS: an answer differs from plain decoding's, and not by a near-tie.\n"
+    )
+    _save(options, facts, tables, results)
+    return int(not sound)
 
 
 def measure(
-    llm: LLM,
-    workload: Workload,
-    budgets: Sequence[int],
-    params: SamplingParams,
-    repeats: int,
-    progress: Callable[[str], None],
+    baseline: LLM, contenders: Sequence[Contender], workload: Workload, plan: Plan, progress: Callable[[str], None]
 ) -> list[Row]:
-    """A row for budget 0 and one for each of `budgets`; the runs of a prompt alternate, in an order that rotates."""
-    order = [0, *budgets]
-    runs: dict[int, list[Run]] = {budget: [] for budget in order}
-    for number, (name, text) in enumerate(workload.prompts):
-        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-        for repeat in range(repeats):
+    """A row for the baseline and one for each contender and budget; the runs of a prompt alternate, in an order that rotates."""
+    order = [(BASELINE, baseline, 0), *((each.name, each.llm, b) for each in contenders for b in plan.budgets)]
+    runs: dict[tuple[str, int], list[Run]] = {(name, budget): [] for name, _, budget in order}
+    prompts = _prompts(baseline, workload)
+    for number, (name, prompt) in enumerate(prompts):
+        for repeat in range(plan.repeats):
             shift = (number + repeat) % len(order)
-            for budget in [*order[shift:], *order[:shift]]:
+            for method, llm, budget in [*order[shift:], *order[:shift]]:
                 try:
-                    runs[budget].append(timed_run(llm, prompt, params, budget))
+                    runs[method, budget].append(timed_run(llm, prompt, plan.params, budget))
                 except ValueError as error:
-                    raise ValueError(f"{workload.name}, prompt {name}: {error}") from error
-        progress(f"{workload.name}: {number + 1}/{len(workload.prompts)} prompts")
-    return [summarise(workload.name, budget, runs[budget], runs[0], repeats) for budget in order]
-
-
-def summarise(name: str, budget: int, runs: Sequence[Run], baseline: Sequence[Run], repeats: int) -> Row:
-    """Results of `runs` of one budget; `baseline` holds the budget-0 runs of the same prompts in the same order."""
-    pairs = [(run, base) for run, base in zip(runs, baseline, strict=True) if run.decode_tokens and base.decode_tokens]
-    if not pairs:
-        raise ValueError(f"{name}: every answer ended with its first token; raise --max-tokens")
-    ratios = [(run.tokens_per_second or 0) / (base.tokens_per_second or 1) for run, base in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    same = [run.token_ids == base.token_ids for run, base in zip(runs, baseline, strict=True)]
-    return Row(
-        workload=name,
-        budget=budget,
-        prompts=len(runs) // repeats,
-        tokens=sum(len(run.token_ids) for run in runs),
-        tokens_per_second=statistics.median(run.tokens_per_second or 0 for run, _ in pairs),
-        acceptance_length=sum(run.decode_tokens for run in runs) / sum(run.decode_steps for run in runs),
-        ratio=middle,
-        ratio_low=low,
-        ratio_high=high,
-        identical=sum(all(same[start : start + repeats]) for start in range(0, len(same), repeats)),
-    )
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table; budget 0 is our own autoregressive path."""
-    lines = [
-        "| workload | budget | tokens/s | τ | × budget 0 (quartiles) | identical to budget 0 |",
-        "|---|---|---|---|---|---|",
+                    raise ValueError(f"{workload.name}, prompt {name}: {method}, budget {budget}: {error}") from error
+        progress(f"{workload.name}: {number + 1}/{len(prompts)} prompts")
+    plain = runs[BASELINE, 0]
+    return [
+        summarise(
+            workload.name, method, budget, own, plain, plan.repeats, _flips(baseline, prompts, own, plain, plan.repeats)
+        )
+        for (method, budget), own in runs.items()
     ]
-    for row in rows:
-        ratio = f"{row.ratio:.2f} ({row.ratio_low:.2f}–{row.ratio_high:.2f})" if row.budget else "1"
-        same = f"{row.identical} of {row.prompts}" if row.budget else "—"
-        speed = f"{row.tokens_per_second:.1f} | {row.acceptance_length:.2f} | {ratio}"
-        lines.append(f"| {row.workload} | {row.budget} | {speed} | {same} |")
-    return "\n".join(lines)
 
 
-def read_workload(path: Path, limit: int) -> Workload:
-    """The first `limit` rows `{"id": …, "turns": [text, …]}` of a JSON-lines file.
+def record(
+    contenders: Sequence[Contender], workload: Workload, plan: Plan, progress: Callable[[str], None]
+) -> list[Trace]:
+    """A trace of every prompt and contender, with trees of the largest budget."""
+    traces: list[Trace] = []
+    for contender in contenders:
+        for number, (name, prompt) in enumerate(prompts := _prompts(contender.llm, workload)):
+            try:
+                traces.append(
+                    record_trace(
+                        contender.llm, contender.name, workload.name, (name, prompt), plan.params, max(plan.budgets)
+                    )
+                )
+            except ValueError as error:
+                raise ValueError(f"{workload.name}, prompt {name}: {contender.name}: {error}") from error
+            progress(f"{workload.name}, trace of {contender.name}: {number + 1}/{len(prompts)} prompts")
+    return traces
 
-    Raises ValueError that names file and line.
-    """
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    prompts: list[tuple[str, str]] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if len(prompts) == limit:
+
+def _plan(options: Namespace) -> tuple[ModelChoice, Plan]:
+    """What the command line asks for. Raises ValueError where that compares nothing."""
+    budgets = [budget for budget in parse_numbers("--budgets", options.budgets) if budget > 0]
+    named = parse_methods(options.method)
+    least = None if named else max(budgets, default=0)
+    choice = choose_model(options.model, options.head, least, None, options.drafter)
+    methods = (named or [Method("head")]) if budgets else []
+    if not methods and (options.tau_only or options.trace):
+        raise ValueError("a trace needs a drafter and a budget: give --budgets above 0")
+    seed = secrets.randbits(31) if options.seed is None else options.seed  # every run of a prompt needs the same one
+    params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
+    return choice, Plan(methods, budgets, params, options.repeats)
+
+
+def _prompts(llm: LLM, workload: Workload) -> list[tuple[str, list[int]]]:
+    """(name, token ids) of every prompt."""
+    return [(name, llm.tokenizer.encode_chat([{"role": "user", "content": text}])) for name, text in workload.prompts]
+
+
+def _flips(
+    baseline: LLM, prompts: Sequence[tuple[str, list[int]]], runs: Sequence[Run], plain: Sequence[Run], repeats: int
+) -> list[Flip]:
+    """The answers that differ from plain decoding's, one a prompt at most."""
+    flips: list[Flip] = []
+    for number, (name, prompt) in enumerate(prompts):
+        own = slice(number * repeats, (number + 1) * repeats)
+        for run, base in zip(runs[own], plain[own], strict=True):
+            if run.token_ids != base.token_ids:
+                flips.append(find_flip(baseline.engine.model, name, prompt, base.token_ids, run.token_ids))
                 break
-            if line.strip():
-                prompts.append(_read_row(line, f"{path}, line {number}"))
-    if not prompts:
-        raise ValueError(f"{path} has no rows")
-    return Workload(path.stem, prompts)
+    return flips
 
 
-def _read_row(line: str, where: str) -> tuple[str, str]:
-    try:
-        row: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    match row:
-        case {"turns": [str(text), *_]} if text:
-            return str(row.get("id", where)), text
-        case _:
-            raise ValueError(f'{where}: a row must be {{"id": ..., "turns": ["text of the first user message", ...]}}')
+def _replays(traces: Sequence[Trace], workloads: Sequence[Workload], plan: Plan) -> list[Replay]:
+    """What the traces say of every budget."""
+    replays: list[Replay] = []
+    for workload in workloads:
+        for method in plan.methods:
+            own = [trace for trace in traces if (trace.workload, trace.method) == (workload.name, method.name)]
+            replays += [replay(workload.name, method.name, budget, own) for budget in plan.budgets]
+    return replays
 
 
-def parse_numbers(option: str, text: str) -> list[int]:
-    """`8,16,32` as distinct numbers in order. Raises ValueError that names `option`."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() for part in parts):
-        raise ValueError(f"{option} is {text!r}: give numbers separated by commas, such as 8,16,32")
-    return list(dict.fromkeys(int(part) for part in parts))
+def _sound(rows: Sequence[Row], baseline: LLM, temperature: float) -> bool:
+    """Whether no answer parts from plain decoding's, other than by a near-tie where the dtype has some."""
+    model = baseline.engine.model
+    return all(excused(row.flips, temperature, model.embed.dtype, model.exact) for row in rows)
+
+
+def _facts(choice: ModelChoice, plan: Plan, baseline: LLM) -> dict[str, str | int | bool]:
+    """What was compared and where, in print order."""
+    methods: dict[str, str] = {}
+    for method in plan.methods:
+        drafts = [f"{name}={value}" for name, value in method.options.items()]
+        head = [] if method.options.get("drafter") == "lookup" else [method.head or choice.head or ""]
+        methods[f"method {method.name}"] = ", ".join([*head, *drafts])
+    exact = {"exact": True} if baseline.engine.model.exact else {}
+    return {"model": choice.name, **methods, **describe(baseline), **exact, "baseline": f"{BASELINE}, no drafter"}
+
+
+def _settings(options: Namespace, plan: Plan) -> dict[str, Any]:
+    return {
+        "sampling": asdict(plan.params),
+        "repeats": plan.repeats,
+        "budgets": plan.budgets,
+        "methods": [asdict(method) for method in plan.methods],
+        "data": list(options.data),
+    }
+
+
+def _title(facts: dict[str, str | int | bool]) -> str:
+    return f"{facts['model']}, {facts['dtype']} on {facts.get('gpu', facts['cpu'])}, batch 1"
+
+
+def _save(options: Namespace, facts: dict[str, str | int | bool], tables: str, results: dict[str, Any]) -> None:
+    """Write what `--json` and `--markdown` ask for."""
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.markdown:
+        lines = "".join(f"- {name}: {value}\n" for name, value in facts.items())
+        Path(options.markdown).write_text(f"{lines}\n{tables}", encoding="utf-8")

@@ -23,7 +23,6 @@ from jetflow_core.heads import Head
 from jetflow_core.model import Decoder
 from jetflow_core.tokenizer import Tokenizer
 from jetflow_serve.app import ServerSettings, create_app
-from jetflow_serve.bench import parse_numbers, read_workload
 from jetflow_serve.bench_report import Measured, Row, draw, markdown, measured, require_matplotlib, summarise
 from jetflow_serve.choice import choose_model
 from jetflow_serve.choice import load as load_llm
@@ -32,6 +31,7 @@ from jetflow_serve.load_client import Answer, Target, run_load
 from jetflow_serve.measure import warm_up
 from jetflow_serve.server import Server, bind
 from jetflow_serve.service import EngineService
+from jetflow_serve.workload import parse_numbers, read_workload
 
 SERVED = "as served"  # the one configuration of a server that is not ours to configure
 QUEUE = 4096

@@ -83,12 +83,21 @@ def _check_drafter(drafter: DrafterKind, head: str | None, budget: Budget | None
         )
 
 
+def engine_config(choice: ModelChoice, options: Namespace) -> EngineConfig:
+    """The budget and drafter of `choice` with the command line's limits. Raises ValueError for values out of range."""
+    given = {name: getattr(options, name) for name in ENGINE_OPTIONS if getattr(options, name) is not None}
+    return EngineConfig(budget=choice.budget, drafter=choice.drafter, **given)
+
+
 def load(choice: ModelChoice, options: Namespace) -> LLM:
     """Load `choice` with the command line's dtype, device and limits. Raises ValueError."""
-    given = {name: getattr(options, name) for name in ENGINE_OPTIONS if getattr(options, name) is not None}
-    config = EngineConfig(budget=choice.budget, drafter=choice.drafter, **given)
     return LLM.load(
-        choice.model, head=choice.head, dtype=options.dtype, device=options.device, exact=options.exact, config=config
+        choice.model,
+        head=choice.head,
+        dtype=options.dtype,
+        device=options.device,
+        exact=options.exact,
+        config=engine_config(choice, options),
     )
 
 

@@ -184,16 +184,44 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        'Run every prompt at budget 0 and at each budget in turn, one request at a time. Rows are {"id": ..., "turns": '
-        "[text, ...]}; the first turn is asked through the chat template. Prints medians with hardware and dtype."
+        "Compare ways to draft: run every prompt by plain decoding (AR) and by each method at each budget in turn, one request "
+        'at a time, all on one copy of the target. Rows are {"id": ..., "turns": [text, ...]}; the first turn is asked through '
+        "the chat template. Prints speed, acceptance and the phases of a step with hardware and dtype. Answers are held to AR's: "
+        "in float32 and with --exact any difference is status 1, in half precision a greedy one that was no near-tie."
     )
     _add_data(parser, required=False)
-    parser.add_argument(
+    what = parser.add_argument_group("what is compared")
+    what.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME[=HEAD][:option=value,...]",
+        help="a draft head (folder or hub id; without one that of --head or the demo's) and how it drafts: drafter=head, lookup "
+        "or head+lookup, candidates (1: a chain of argmaxes), draft_depth, draft_cutoff, draft_temperature. The name `lookup` "
+        "alone is the drafter without a head. Repeat it for more methods (the head of --head or the demo's, named `head`). With "
+        "--simulate: the NAME whose traces are meant, where the file has several",
+    )
+    what.add_argument(
         "--budgets",
         help=f"draft nodes a pass, besides 0 ({DEFAULT_BUDGETS}; with --simulate the powers of two of the trace)",
     )
-    parser.add_argument("--repeats", type=_at_least(1), default=1, help="runs of each prompt and budget (%(default)s)")
-    parser.add_argument("--json", metavar="PATH", help="write the results there too")
+    what.add_argument("--repeats", type=_at_least(1), default=1, help="runs of each prompt and budget (%(default)s)")
+    what.add_argument(
+        "--tau-only",
+        action="store_true",
+        help="no times: one plain decode a method and prompt, beside which a tree of the largest budget is drafted at every "
+        "position; the τ of each budget is replayed from its nodes' ranks",
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", metavar="PATH", help="write the results there too")
+    results.add_argument("--markdown", metavar="PATH", help="write what is printed there too")
+    results.add_argument(
+        "--plot",
+        metavar="PREFIX",
+        help="draw PREFIX-speedup.png (by budget) and PREFIX-phases.png (time of a step); with --simulate the image PREFIX, a "
+        ".png or .svg",
+    )
+    results.add_argument("--trace", metavar="PATH", help="record acceptance traces there, as JSON lines")
     _add_model_options(parser)
     _add_sampling(parser, max_tokens=128)
     _add_simulation(parser)
@@ -205,7 +233,6 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
         "What the head whose acceptance is in a trace would give on a device: τ, speed-up and best budget by batch and context.",
     )
     simulation.add_argument("--simulate", metavar="TRACE.jsonl", help="acceptance traces that --trace has written")
-    simulation.add_argument("--method", metavar="NAME", help="whose traces, where the file has several")
     simulation.add_argument(
         "--device-profile",
         metavar="NAME",
@@ -231,7 +258,6 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="added to every step; 0: CUDA graphs (%(default)s)",
     )
-    simulation.add_argument("--plot", metavar="PATH", help="draw speed-up against budget there, as .png or .svg")
     simulation.add_argument("--save-profile", metavar="PATH", help="write the calibration of this machine there")
     simulation.add_argument(
         "--validate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from jetflow_core.budget import Budget
 from jetflow_core.sampling import SamplingParams
+from jetflow_core.step_clock import PhaseTimes
 
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM
@@ -20,7 +22,10 @@ LEARNED_BUDGETS = (1, 3, 7, 15, 31)  # steps of 2, 4, 8, 16 and 32 rows
 
 @dataclass(frozen=True)
 class Run:
-    """What one request took. Decoding is everything after the target pass that gave the first token."""
+    """What one request took. Decoding is everything after the target pass that gave the first token.
+
+    `accepted`: drafted tokens that each decoding pass accepted. `phases` and `nodes` (drafted and verified) are of these passes.
+    """
 
     token_ids: tuple[int, ...]
     text: str
@@ -28,7 +33,14 @@ class Run:
     prompt_s: float
     decode_s: float
     decode_tokens: int
-    decode_steps: int
+    accepted: tuple[int, ...]
+    phases: PhaseTimes
+    nodes: int
+
+    @property
+    def decode_steps(self) -> int:
+        """Target passes of decoding."""
+        return len(self.accepted)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -53,10 +65,14 @@ def timed_run(
     Raises ValueError when the engine refuses the request or fails while it runs.
     """
     outputs: list[Output] = []
+    engine = llm.engine
+    before, nodes = engine.phases, 0
     times = [time.perf_counter()]
     for output in llm.stream(prompt_ids, params, budget):  # an output a target pass, once the prompt is through
         if output.error is not None:
             raise ValueError(output.error)
+        if not outputs:
+            before, nodes = engine.phases, engine.budgets.state().nodes
         times.append(time.perf_counter())
         outputs.append(output)
         on_text(output.text)
@@ -67,7 +83,9 @@ def timed_run(
         prompt_s=times[1] - times[0],
         decode_s=times[-1] - times[1],
         decode_tokens=sum(len(output.token_ids) for output in outputs[1:]),
-        decode_steps=len(outputs) - 1,
+        accepted=tuple(b - a for a, b in itertools.pairwise(output.usage.accepted_draft_tokens for output in outputs)),
+        phases=engine.phases - before,
+        nodes=engine.budgets.state().nodes - nodes,
     )
 
 

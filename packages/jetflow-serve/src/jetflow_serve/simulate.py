@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jetflow_serve.bench import parse_numbers
 from jetflow_serve.bench_report import require_matplotlib
 from jetflow_serve.calibrate import Calibration
 from jetflow_serve.choice import choose_model, load
@@ -21,6 +20,7 @@ from jetflow_serve.simulate_report import draw, markdown
 from jetflow_serve.step_model import Call, decode_step
 from jetflow_serve.trace import Trace, read_traces
 from jetflow_serve.validation import validate
+from jetflow_serve.workload import parse_numbers
 from jetflow_triton.roofline import Load
 
 HEADLESS = ("lookup",)  # methods that draft on the host alone
@@ -61,7 +61,11 @@ class Prediction:
 
 def simulate(options: Namespace, write: Callable[[str], None], progress: Callable[[str], None]) -> int:
     """Predict, or with `--validate` hold predictions to measurements. Raises ValueError for bad files or options."""
-    traces = select(read_traces(Path(options.simulate)), options.method)
+    if len(options.method) > 1:
+        raise ValueError(
+            f"--simulate predicts one method at a time, not {', '.join(options.method)}: give one --method"
+        )
+    traces = select(read_traces(Path(options.simulate)), next(iter(options.method), None))
     if options.validate:
         return validate(traces, options, write, progress)
     if options.plot:

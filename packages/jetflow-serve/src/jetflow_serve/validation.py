@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetflow_core.sampling import SamplingParams
-from jetflow_serve.bench import parse_numbers, read_workload
 from jetflow_serve.calibrate import Calibration
 from jetflow_serve.choice import choose_model, load
 from jetflow_serve.devices import Device, find_device, save_profile, step_seconds
@@ -23,6 +22,7 @@ from jetflow_serve.host import describe
 from jetflow_serve.measure import Run, timed_run, warm_up
 from jetflow_serve.step_model import decode_step
 from jetflow_serve.trace import Trace
+from jetflow_serve.workload import parse_numbers, read_workload
 
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM

@@ -11,25 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from jetflow_core.sampling import SamplingParams
-from jetflow_serve.bench import Workload, parse_numbers, read_workload
 from jetflow_serve.choice import choose_model, load
+from jetflow_serve.flips import Flip, excused, find_flip, largest_gap
 from jetflow_serve.host import describe
+from jetflow_serve.workload import Workload, parse_numbers, read_workload
 
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM
-
-# Half-precision logits have 8 or 11 significant bits, so two products of the same row differ by a few units in the last place.
-# A larger gap between the two best tokens at a flip is an error of ours and not a near-tie.
-GAP_LIMIT = {torch.bfloat16: 0.5, torch.float16: 0.0625}
-
-
-@dataclass(frozen=True)
-class Flip:
-    """The first token in which an answer differs: its position in the answer and what the target thinks of both tokens."""
-
-    prompt: str
-    position: int
-    gap: float  # logit of budget 0's token minus that of the other, from one plain pass over the text so far
 
 
 @dataclass(frozen=True)
@@ -44,19 +32,12 @@ class Verdict:
     flips: list[Flip]
 
     def holds(self, dtype: torch.dtype, exact: bool) -> bool:
-        """Whether every answer is the same, or differs from a near-tie on where `dtype` allows one outside exact mode.
-
-        Sampling adds noise to the logits, so their gap says nothing there: only float32 and exact mode are held to equality.
-        """
-        if exact or dtype == torch.float32:
-            return not self.flips
-        return self.temperature > 0 or all(abs(flip.gap) <= GAP_LIMIT[dtype] for flip in self.flips)
+        """Whether every answer is the same, or differs as `dtype` allows outside exact mode (`excused`)."""
+        return excused(self.flips, self.temperature, dtype, exact)
 
     def row(self) -> str:
         """The verdict as a row of the table."""
-        gap = "—"
-        if self.flips:
-            gap = "not judged" if self.temperature > 0 else f"{max(abs(flip.gap) for flip in self.flips):.3g}"
+        gap = largest_gap(self.flips, self.temperature)
         same = f"{self.prompts - len(self.flips)} of {self.prompts}"
         return f"| {self.workload} | {self.temperature} | {self.budget} | {self.batch} | {same} | {gap} |"
 
@@ -100,7 +81,7 @@ def compare(
             progress(f"{workload.name}, temperature {params.temperature}: budget {budget}, batch {batch}")
             found = _answers(llm, prompts, params, budget, batch)
             flips = [
-                _flip(llm, name, prompt, plain, other)
+                find_flip(llm.engine.model, name, prompt, plain, other)
                 for name, prompt, plain, other in zip(names, prompts, expected, found, strict=True)
                 if plain != other
             ]
@@ -118,14 +99,3 @@ def _answers(
                 raise ValueError(completion.error)
             answers.append(completion.token_ids)
     return answers
-
-
-@torch.inference_mode()
-def _flip(llm: LLM, name: str, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Flip:
-    position = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
-    if position is None:  # one ends where the other goes on: they share every token, so this is no near-tie
-        return Flip(name, min(len(plain), len(other)), float("inf"))
-    model = llm.engine.model
-    hidden, _ = model.forward_sequence(torch.tensor([*prompt, *plain[:position]], device=llm.engine.device))
-    logits = model.logits(hidden[-1:]).float()[0]
-    return Flip(name, position, float(logits[plain[position]] - logits[other[position]]))
