@@ -145,43 +145,41 @@ def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, before: Te
         scored = torch.cat([hidden_first, hidden[:, 1:]], dim=1)
     else:
         scored = hidden
-    logits = head.logits(scored.flatten(0, 1)).float().view(requests, depths, -1)
-    total = logits.logsumexp(-1, keepdim=True)
-    top, ids = logits.topk(min(width, logits.shape[-1]), dim=-1)
-    marginal = top - total
+    marginals = head.logits(scored.flatten(0, 1)).log_softmax(-1, dtype=torch.float32).view(requests, depths, -1)
+    marginal, ids = marginals.topk(min(width, marginals.shape[-1]), dim=-1)
     tokens = _array(ids if head.draft_vocab is None else head.draft_vocab[ids])
     first = _array(marginal[:, 0])
     if pairwise is None or depths == 1:
         return CandidateBatch.of_tables(tokens, first, _array(marginal[:, 1:, None]))
     covered = marginal.exp().sum(-1, keepdim=True)
-    rest = total + torch.log1p(-covered.clamp(max=1 - 1e-6))
+    rest = torch.log1p(-covered.clamp(max=1 - 1e-6))
     if pairwise.before is not None:
-        return CandidateBatch(tokens, first, _FrontierScores(head.second_order(hidden, anchors, ids), top, rest))
-    scores = head.transitions(hidden[:, 1:], top[:, 1:], ids[:, :-1], ids[:, 1:]).float()
+        return CandidateBatch(tokens, first, _FrontierScores(head.second_order(hidden, anchors, ids), marginal, rest))
+    scores = head.transitions(hidden[:, 1:], marginal[:, 1:], ids[:, :-1], ids[:, 1:]).float()
     return CandidateBatch.of_tables(tokens, first, _array(_normalised(scores, rest[:, 1:, None])))
 
 
 @dataclass(frozen=True)
 class _FrontierScores:
-    """`Transitions` of second order, of the nodes that trees grow: `top` [R, D, K] marginal logits of the candidates and `rest`
+    """`Transitions` of second order, of the nodes that trees grow: `marginal` [R, D, K] of the candidates and `rest`
     [R, D, 1], the logarithm of what the marginal leaves to all other tokens.
     """
 
     corrections: SecondOrder
-    top: Tensor
+    marginal: Tensor
     rest: Tensor
 
     def __call__(self, depth: int, owner: Ints, before: Ints, parents: Ints) -> Floats:
         """See `Transitions`."""
         place = np.arange(len(owner)) - np.searchsorted(owner, owner)
-        index = torch.from_numpy(np.stack([owner, place, before, parents])).to(self.top.device)
+        index = torch.from_numpy(np.stack([owner, place, before, parents])).to(self.marginal.device)
         corrections = self.corrections(depth, *index).float()
-        scores = self.top[index[0], depth - 1] + corrections
+        scores = self.marginal[index[0], depth - 1] + corrections
         return _array(_normalised(scores, self.rest[index[0], depth - 1]))
 
 
 def _normalised(scores: Tensor, rest: Tensor) -> Tensor:
-    """Log-probabilities of candidates' logits [..., K] beside the logarithm `rest` [..., 1] of everything else's mass."""
+    """Log-probabilities of candidates' scores [..., K] beside the logarithm `rest` [..., 1] of everything else's mass."""
     return scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), rest)
 
 

@@ -88,8 +88,10 @@ class Linear(nn.Module):
         if x.shape[0] == 0:
             return x.new_zeros(0, sum(weight.shape[0] for weight, _ in self._packed))
         rows = x if x.dtype is self._compute_dtype else x.to(self._compute_dtype)
-        parts = [self._product(rows, weight, bias) for weight, bias in self._packed]
-        product = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if len(self._packed) == 1:
+            product = self._product(rows, *self._packed[0])
+        else:
+            product = torch.cat([self._product(rows, weight, bias) for weight, bias in self._packed], dim=-1)
         return product if x.dtype is self._compute_dtype else product.to(x.dtype)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,8 +145,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, layer: int, attend: Attend) -> Tensor:
         """Attention output [T, C] of x [T, C] at absolute `positions` [T]."""
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        q, k, v = self.qkv(x).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
-        q, k = ops.qk_norm_rope(q, k, positions, cos_sin, self.q_norm, self.k_norm, self.eps)
+        qkv = self.qkv(x).view(x.shape[0], sum(heads), self.head_dim)
+        q, k, v = qkv.split(heads, dim=1)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None and k_norm is None:  # q and k are only rotated: as one
+            both, _ = ops.qk_norm_rope(qkv[:, : -self.num_kv_heads], k[:, :0], positions, cos_sin, None, None, self.eps)
+            q, k = both.split(heads[:2], dim=1)
+        else:
+            q, k = ops.qk_norm_rope(q, k, positions, cos_sin, q_norm, k_norm, self.eps)
         return self.o(attend(layer, q, k, v).reshape(x.shape[0], -1))
 
 
