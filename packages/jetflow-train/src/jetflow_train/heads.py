@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -121,7 +121,8 @@ def continued_head(
         if had != wanted and each.name not in (
             "rope",
             "max_position_embeddings",
-        ):  # the target's, however spelled there
+            "draft_temperature",
+        ):  # the target's, however spelled there, and what is fitted anew
             differing.append(f"{each.name} = {had!r}, this run makes {wanted!r}")
     if differing:
         raise ValueError(f"init {path}: that head has {'; '.join(differing)}; change the options or the head")
@@ -131,6 +132,14 @@ def continued_head(
         weights = {"pairwise.before.weight": torch.zeros_like(head.pairwise.before.dense)} | weights
     head.load_state_dict(weights)
     return head.float_tables()
+
+
+def set_draft_temperature(head: Head, temperature: float) -> None:
+    """Let what is exported of `head` from now on say that its draft log-probabilities are to be divided by `temperature`."""
+    if isinstance(head, EagleHead):
+        head.config = replace(head.config, draft_temperature=temperature)
+    else:
+        head.config = replace(head.config, draft_temperature=temperature)
 
 
 def target_tables(model: Decoder, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,18 +115,26 @@ def replayed_rounds(
     """(tokens committed, target passes) of every item at each budget, as in `replayed_tau`."""
     counts: dict[int, list[tuple[int, int]]] = {budget: [] for budget in budgets}
     for features in items:
-        last = min(len(features.tokens) - 1, features.prompt_length + max_tokens)
-        anchors = torch.arange(features.prompt_length, last)
-        trees = [tree for part in anchors.split(32) for tree in _row_trees(head, features, part, rules, max(budgets))]
-        tokens = features.tokens.tolist()
+        trees = drafted_trees(head, features, rules, max(budgets), max_tokens)
+        tokens, last = features.tokens.tolist(), features.prompt_length + len(trees)
         for budget in budgets:
             position, rounds = features.prompt_length, 0
             while position < last:
                 tree = trees[position - features.prompt_length].cut(budget)
-                position += 1 + _accepted(tree, tokens, position)
+                position += 1 + len(accepted_path(tree, tokens, position))
                 rounds += 1
             counts[budget].append((last - features.prompt_length, rounds))
     return counts
+
+
+@torch.no_grad()
+def drafted_trees(
+    head: Head, features: RowFeatures, rules: BlockRules, budget: int, max_tokens: int
+) -> list[DraftTree]:
+    """The ranked tree at every anchor among the row's first `max_tokens` output tokens that has a successor."""
+    last = min(len(features.tokens) - 1, features.prompt_length + max_tokens)
+    anchors = torch.arange(features.prompt_length, last)
+    return [tree for part in anchors.split(32) for tree in _row_trees(head, features, part, rules, budget)]
 
 
 def _row_trees(head: Head, features: RowFeatures, anchors: Tensor, rules: BlockRules, budget: int) -> list[DraftTree]:
@@ -146,12 +154,12 @@ def _row_trees(head: Head, features: RowFeatures, anchors: Tensor, rules: BlockR
     return grown_trees(tokens.tolist(), candidates, [budget] * count, [rules.block_size - 1] * count)
 
 
-def _accepted(tree: DraftTree, tokens: list[int], position: int) -> int:
-    """How many draft nodes lie on the row's own path after `position`."""
-    node = depth = 0
-    while position + depth + 1 < len(tokens):
-        child = tree.child(node, tokens[position + depth + 1])
+def accepted_path(tree: DraftTree, tokens: list[int], position: int) -> list[int]:
+    """The draft nodes that lie on the row's own path after `position`, from the anchor's child on."""
+    path: list[int] = []
+    while position + len(path) + 1 < len(tokens):
+        child = tree.child(path[-1] if path else 0, tokens[position + len(path) + 1])
         if child is None:
             break
-        node, depth = child, depth + 1
-    return depth
+        path.append(child)
+    return path

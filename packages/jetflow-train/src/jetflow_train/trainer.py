@@ -27,11 +27,13 @@ from jetflow_train.blocks import (
     sample_lengths,
     sample_prefixes,
 )
+from jetflow_train.calibration import calibrate
 from jetflow_train.checkpoint import checkpoints, export_head, load_checkpoint, save_checkpoint
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row
 from jetflow_train.distributed import ALONE, Ranks, deal
 from jetflow_train.features import Features, RowFeatures
+from jetflow_train.heads import set_draft_temperature
 from jetflow_train.losses import Divergence, SlotAcceptance, draft_index, slot_hits
 from jetflow_train.masters import MasterWeights
 from jetflow_train.order import DataOrder, Draw, Position
@@ -41,6 +43,7 @@ from jetflow_triton.distill import Kind
 
 FORCED_ROWS, FORCED_ANCHORS = 24, 8
 REPLAYED_ROWS, REPLAYED_TOKENS, REPLAYED_BUDGETS = 8, 48, (8, 32)
+CALIBRATED_TOKENS = 96  # of the same rows: a temperature is fitted on every node that they draft
 MAIN_BUDGET = REPLAYED_BUDGETS[-1]  # `best/` is the best head at this one
 STEPS_PER_LOG = 20
 STEPS_PER_ACCEPTANCE = 8  # under D-PACE: a measurement costs another product with the LM head
@@ -235,7 +238,10 @@ class Trainer:
     # -- measures -----------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> dict[str, Any]:
-        """Held-out metrics: teacher-forced, and τ of greedy decoding replayed on held-out greedy rows, if there are any."""
+        """Held-out metrics: teacher-forced, and τ of greedy decoding replayed on held-out greedy rows, if there are any.
+
+        From those rows the head's draft temperature is fitted too.
+        """
         held = [row for row in range(len(self.store)) if self.order.held_out(row)]
         if not held:
             return {}
@@ -253,8 +259,13 @@ class Trainer:
         export_head(self.output / "head", self.head)
         drafting = load_head(self.output / "head", *self._tables)
         drafting.pack()
-        tau = replayed_tau(drafting, [self.store[row] for row in greedy], self.rules, REPLAYED_BUDGETS, REPLAYED_TOKENS)
-        return {"held_out": asdict(forced), "replayed_tau": tau}
+        items = [self.store[row] for row in greedy]
+        tau = replayed_tau(drafting, items, self.rules, REPLAYED_BUDGETS, REPLAYED_TOKENS)
+        values = {"held_out": asdict(forced), "replayed_tau": tau}
+        fitted = calibrate(drafting, items, self.rules, MAIN_BUDGET, CALIBRATED_TOKENS)
+        temperature = 1.0 if fitted is None else round(fitted.temperature, 3)
+        set_draft_temperature(self.head, temperature)
+        return values if fitted is None else values | {"calibration": asdict(fitted)}
 
     def _measure(self, report: Callable[[Trainer, dict[str, Any] | None], object]) -> None:
         """Evaluate, keep the head if it is the best so far, and save. The other ranks wait at their next sum."""
