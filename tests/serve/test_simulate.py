@@ -464,6 +464,10 @@ def test_the_demo_is_the_default_and_lookup_runs_no_head(tmp_path: Path, capsys:
     status, out, _ = run(capsys, "--simulate", str(path), "--method", "lookup", "--shape", "qwen3-8b")
     assert status == 0
     assert "Head: none." in out
+    write_traces(path, [trace(0, method="eagle")])
+    status, _, err = run(capsys, "--simulate", str(path), "--shape", "qwen3-8b")
+    assert status == 2
+    assert "a pass a depth" in err
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ def choose_shape(options: Namespace, method: str) -> Shape:
     else:
         choice = choose_model(options.model, options.head, None)
         shape = read_shape(choice.model, choice.head, choice.name)
+    if "eagle" in method:
+        raise ValueError(f"{method} drafts with a pass a depth, and the step model knows parallel heads only")
     if method in HEADLESS:
         return Shape(shape.name, shape.stacks, None, shape.tables)
     if shape.head is None:
