@@ -64,6 +64,7 @@ def _draw_phases(rows: Sequence[Row], path: Path, title: str) -> None:
         axes.set_ylabel("ms a step, mean")
         axes.set_title(workload)
         axes.grid(axis="y", alpha=0.3)
-    figure.axes[-1].legend()
+    handles, labels = figure.axes[-1].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper")  # in the order of the bars
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
