@@ -145,14 +145,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, layer: int, attend: Attend) -> Tensor:
         """Attention output [T, C] of x [T, C] at absolute `positions` [T]."""
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], sum(heads), self.head_dim)
-        q, k, v = qkv.split(heads, dim=1)
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is None and k_norm is None:  # q and k are only rotated: as one
-            both, _ = ops.qk_norm_rope(qkv[:, : -self.num_kv_heads], k[:, :0], positions, cos_sin, None, None, self.eps)
-            q, k = both.split(heads[:2], dim=1)
-        else:
-            q, k = ops.qk_norm_rope(q, k, positions, cos_sin, q_norm, k_norm, self.eps)
+        q, k, v = self.qkv(x).view(x.shape[0], sum(heads), self.head_dim).split(heads, dim=1)
+        q, k = ops.qk_norm_rope(q, k, positions, cos_sin, self.q_norm, self.k_norm, self.eps)
         return self.o(attend(layer, q, k, v).reshape(x.shape[0], -1))
 
 
