@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,7 +54,7 @@ def hinted_engine(
     """An engine whose drafter hints at `truth`, the continuation of each prompt."""
     head = tiny_head(model)
     head.pack()
-    engine = Engine(model, head=head, config=config)
+    engine = Engine(model, head=head, config=replace(config, drafter="head"))
     assert engine.drafter is not None
     engine.drafter.__class__ = HintedDrafter
     assert isinstance(engine.drafter, HintedDrafter)

@@ -131,10 +131,10 @@ def test_exact_mode_is_lossless_to_the_bit(kind: str, drafter: DrafterKind) -> N
 # -- which one is built -----------------------------------------------------------------------------------------------
 
 
-def test_the_head_drafts_where_there_is_one() -> None:
+def test_head_and_lookup_draft_where_there_is_a_head() -> None:
     model = tiny_model()
     assert Engine(model).drafter is None
-    assert isinstance(Engine(model, head=tiny_head(model)).drafter, HeadDrafter)
+    assert isinstance(Engine(model, head=tiny_head(model)).drafter, MergedDrafter)
     assert isinstance(engine(model, EngineConfig(drafter="head")).drafter, HeadDrafter)
 
 
@@ -186,9 +186,9 @@ def test_a_heads_own_temperature_holds_until_another_is_asked_for() -> None:
         drafter = Engine(model, head=head, config=config).drafter
         return drafter.shaping.temperature if isinstance(drafter, ShapedDrafter) else 1.0
 
-    assert temperature(EngineConfig()) == 1.5
-    assert temperature(EngineConfig(draft_temperature=0.8)) == 0.8
-    assert temperature(EngineConfig(draft_temperature=1.0)) == 1.0
+    assert temperature(EngineConfig(drafter="head")) == 1.5
+    assert temperature(EngineConfig(drafter="head", draft_temperature=0.8)) == 0.8
+    assert temperature(EngineConfig(drafter="head", draft_temperature=1.0)) == 1.0
     merged = Engine(model, head=head, config=EngineConfig(drafter="head+lookup")).drafter
     assert isinstance(merged, MergedDrafter)
     assert [type(part) for part in merged.parts] == [ShapedDrafter, LookupDrafter]

@@ -86,14 +86,14 @@ def test_every_kind_of_target_is_served_losslessly(kind: str) -> None:
     model = tiny_model(kind, seed=3)
     head = tiny_eagle(model)
     head.pack()
-    engine = Engine(model, head=head, config=EngineConfig(budget=12, max_running=4))
+    engine = Engine(model, head=head, config=EngineConfig(drafter="head", budget=12, max_running=4))
     assert [each.token_ids for each in LLM(engine).generate(PROMPTS, PARAMS)] == plain(model)
 
 
 def test_preempted_requests_end_alike() -> None:
     prompts, params = [[3], [4, 4, 4], [5, 6], [7]], SamplingParams(max_tokens=30)
     expected = LLM(Engine(MODEL, config=EngineConfig(budget=0))).generate(prompts, params)
-    config = EngineConfig(budget=8, page_size=4, num_pages=20, max_batch_tokens=64)
+    config = EngineConfig(drafter="head", budget=8, page_size=4, num_pages=20, max_batch_tokens=64)
     engine = Engine(MODEL, head=HEAD, config=config)
     completions = LLM(engine).generate(prompts, params)
     assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
@@ -119,7 +119,7 @@ def proposed(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> l
 
 def test_a_prefix_cache_hit_drafts_as_a_full_prefill() -> None:
     prompt, params = PROMPTS[4], SamplingParams(max_tokens=12)
-    config = EngineConfig(budget=9, page_size=8, max_batch_tokens=40)
+    config = EngineConfig(drafter="head", budget=9, page_size=8, max_batch_tokens=40)
     engine = Engine(MODEL, head=HEAD, config=config)
     first = proposed(engine, prompt, params)
     LLM(engine).generate([PROMPTS[2]], params)
@@ -134,13 +134,17 @@ def test_a_prefix_cache_hit_drafts_as_a_full_prefill() -> None:
 def test_the_context_is_what_one_pass_over_the_committed_tokens_gives() -> None:
     """After chunks, trees and moves: features, keys and values of a fresh prefill of the same tokens."""
     head = echo_head(MODEL)
-    engine = Engine(MODEL, head=head, config=EngineConfig(budget=12, page_size=4, max_batch_tokens=16, max_running=4))
+    engine = Engine(
+        MODEL,
+        head=head,
+        config=EngineConfig(drafter="head", budget=12, page_size=4, max_batch_tokens=16, max_running=4),
+    )
     engine.add(PROMPTS[2], SamplingParams(max_tokens=30))
     while not engine.scheduler.running or engine.scheduler.running[0].num_output < 20:
         engine.step()
     request = engine.scheduler.running[0]
     assert request.accepted > 0
-    fresh = Engine(MODEL, head=head, config=EngineConfig(budget=0, page_size=4))
+    fresh = Engine(MODEL, head=head, config=EngineConfig(drafter="head", budget=0, page_size=4))
     fresh.add(request.tokens[:-1], SamplingParams(max_tokens=2))
     fresh.step()
     other = fresh.scheduler.running[0]
@@ -158,7 +162,7 @@ def test_trees_are_ranked_limited_and_grown_from_the_best_nodes() -> None:
     head = tiny_eagle(MODEL, depth=4, expanded=3)
     sizes = {}
     for budget in (1, 7, 30):
-        config = EngineConfig(budget=budget, candidates=5, max_batch_tokens=64)
+        config = EngineConfig(drafter="head", budget=budget, candidates=5, max_batch_tokens=64)
         trees = proposed(Engine(MODEL, head=head, config=config), PROMPTS[1], SamplingParams(max_tokens=6))
         sizes[budget] = trees[0]
         # The last token needs no draft, so at most 4, 3, … tokens are drafted deep.
@@ -179,14 +183,14 @@ def test_trees_are_ranked_limited_and_grown_from_the_best_nodes() -> None:
 def test_a_deep_tree_needs_more_than_one_word_of_mask() -> None:
     head = tiny_eagle(MODEL, depth=7, expanded=9)
     assert head.config.tree_slots == 55
-    engine = Engine(MODEL, head=head, config=EngineConfig(budget=60, max_batch_tokens=512))
+    engine = Engine(MODEL, head=head, config=EngineConfig(drafter="head", budget=60, max_batch_tokens=512))
     assert [each.token_ids for each in LLM(engine).generate(PROMPTS, PARAMS)] == PLAIN
 
 
 def test_features_that_are_not_finite_draft_nothing() -> None:
     head = tiny_eagle(MODEL)
     head.fc.dense[0] = torch.nan
-    engine = Engine(MODEL, head=head, config=EngineConfig(budget=6))
+    engine = Engine(MODEL, head=head, config=EngineConfig(drafter="head", budget=6))
     trees = proposed(engine, PROMPTS[1], SamplingParams(max_tokens=6))
     assert {len(tree) for tree in trees} == {1}
 

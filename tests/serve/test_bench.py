@@ -137,7 +137,7 @@ def test_each_method_gets_an_engine_over_the_same_target(
     assert [head for head, _ in loads] == [None, "flat", None, "causal"]
     assert [(config.drafter, config.candidates) for _, config in loads] == [
         ("auto", 32),
-        ("auto", 1),
+        ("head", 1),
         ("lookup", 32),
         ("head+lookup", 32),
     ]

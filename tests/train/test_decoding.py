@@ -39,7 +39,9 @@ def llm(with_head: bool = True, **limits: Any) -> LLM:
     if with_head:
         head = tiny_head(model, tiny_rows(8)).requires_grad_(False)
         head.pack()
-    return LLM(Engine(model, word_tokenizer(), head, EngineConfig(page_size=4, num_pages=200, **limits)))
+    return LLM(
+        Engine(model, word_tokenizer(), head, EngineConfig(page_size=4, num_pages=200, drafter="head", **limits))
+    )
 
 
 def prompt_file(path: Path, count: int = 5) -> str:
@@ -193,7 +195,7 @@ def test_replayed_tau_is_the_engines(budget: int, order: int) -> None:
     model = tiny_model()
     head = tiny_head(model, tiny_rows(8), pairwise_order=order).requires_grad_(False)
     head.pack()
-    engine = LLM(Engine(model, None, head, EngineConfig(page_size=4, num_pages=200)))
+    engine = LLM(Engine(model, None, head, EngineConfig(page_size=4, num_pages=200, drafter="head")))
     prompts = [row.prompt_ids for row in tiny_rows(4)]
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     items, tokens, steps = [], 0, 0

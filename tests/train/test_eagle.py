@@ -229,8 +229,8 @@ def answers(engine: Engine, rows: list[Row], budget: int) -> tuple[list[Row], fl
 
 
 def test_a_trained_head_is_accepted_as_often_as_replay_says(tmp_path: Path) -> None:
-    limits = EngineConfig(page_size=4, num_pages=200)
-    rows, plain = answers(Engine(MODEL, config=limits), tiny_rows(6), 0)
+    limits = EngineConfig(page_size=4, num_pages=200, drafter="head")
+    rows, plain = answers(Engine(MODEL), tiny_rows(6), 0)
     assert plain == 1.0
     untrained = trainer(tmp_path, options(steps=120, blocks=16, anchors=24, learning_rate=5e-3, held_out=0.0), rows)
     chance = answers(Engine(MODEL, head=untrained.head, config=limits), rows, 6)[1]

@@ -40,9 +40,9 @@ class EngineConfig:
     (see `jetflow_core.budget`). `num_pages` None sizes the cache for `max_running` requests of `max_model_len` within
     `cache_gib` GiB, by default a share of the device's free memory.
     `max_model_len` None is what model, head and cache allow.
-    `drafter`: who drafts; "auto" is the head where there is one, else nobody. `candidates`: tokens the head considers at each
-    depth. `draft_depth`, `draft_cutoff` and `draft_temperature` shape the trees (see `jetflow_core.shaping`); a temperature of
-    None is each drafter's own, such as the one a head's configuration holds.
+    `drafter`: who drafts; "auto" is head and lookup where there is a head, else nobody. `candidates`: tokens the head considers
+    at each depth. `draft_depth`, `draft_cutoff` and `draft_temperature` shape the trees (see `jetflow_core.shaping`); a
+    temperature of None is each drafter's own, such as the one a head's configuration holds.
     `prefix_cache`: pages of equal beginnings are computed once and kept after their request, until another needs the memory.
     """
 
@@ -389,7 +389,7 @@ def _build_drafter(config: EngineConfig, head: Head | None, num_blocks: int, clo
     if head is not None:
         drafter = head_drafter(head, num_blocks, config.page_size, config.candidates, clock)
         parts.append(shaped(drafter, config.shaping(head.config.draft_temperature)))
-    if config.drafter in ("lookup", "head+lookup"):
+    if config.drafter in ("lookup", "head+lookup") or (parts and config.drafter == "auto"):
         parts.append(shaped(LookupDrafter(), config.shaping()))
     if len(parts) > 1:
         return MergedDrafter(parts)

@@ -356,7 +356,7 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         choices=["auto", "head", "lookup", "head+lookup"],
         help="lookup: what followed the same words earlier in prompt and answer, for any model; head+lookup: the best of both "
-        "(auto: the head where there is one)",
+        "(auto: head+lookup where there is a head, else nobody)",
     )
     drafting.add_argument(
         "--draft-depth", type=_at_least(1), metavar="N", help="longest drafted path in tokens (the drafter's)"

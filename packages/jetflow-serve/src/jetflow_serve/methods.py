@@ -78,6 +78,8 @@ def load_methods(choice: ModelChoice, options: Namespace, methods: Sequence[Meth
     if options.prefix_cache is None:
         common = replace(common, prefix_cache=False)
     setups: list[tuple[str | None, EngineConfig]] = [(None, replace(common, drafter="auto", budget=0))]
+    if common.drafter == "auto":
+        common = replace(common, drafter="head")  # a method is what it says: nothing joins its head unasked
     for method in methods:
         config = replace(common, **method.options)
         setups.append((_head(method, config, choice), config))

@@ -97,7 +97,7 @@ class Run:
 
 def evaluate(options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None) -> Evaluation:
     """Load target and head, and `measure`."""
-    config = EngineConfig(max_running=1)
+    config = EngineConfig(max_running=1, drafter="head")
     llm = LLM.load(target_path(options.target), options.head, device=options.device, config=config)
     return measure(llm, options, on_run)
 
