@@ -88,8 +88,8 @@ def test_a_method_is_a_name_a_head_and_options() -> None:
     assert parse_method("jetflow+lookup=h:drafter=head+lookup,draft-cutoff=0.01") == Method(
         "jetflow+lookup", "h", {"drafter": "head+lookup", "draft_cutoff": 0.01}
     )
-    assert parse_method("shallow:draft_depth=2,draft_temperature=none") == Method(
-        "shallow", None, {"draft_depth": 2, "draft_temperature": None}
+    assert parse_method("shallow:draft_depth=2,draft_temperature=none,draft_passes=2") == Method(
+        "shallow", None, {"draft_depth": 2, "draft_temperature": None, "draft_passes": 2}
     )
     assert parse_method("lookup") == Method("lookup", None, {"drafter": "lookup"})
     assert parse_method("lookup=h") == Method("lookup", "h", {})
@@ -279,8 +279,9 @@ def test_plots_are_drawn(run: Runner, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     prefix = tmp_path / "plot"
     methods = ["--method", "flat=flat", "--method", "causal=causal"]
-    assert run(*methods, "--budgets", "2,4", "--max-tokens", "4", "--plot", str(prefix))[0] == 0
-    for name in ("speedup", "phases"):
+    trace = str(tmp_path / "trace.jsonl")
+    assert run(*methods, "--budgets", "2,4", "--max-tokens", "4", "--plot", str(prefix), "--trace", trace)[0] == 0
+    for name in ("speedup", "phases", "tau"):
         assert (tmp_path / f"plot-{name}.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetflow_core.sampling import SamplingParams
-from jetflow_serve.bench_plot import draw
+from jetflow_serve.bench_plot import draw, draw_replays
 from jetflow_serve.bench_report import require_matplotlib
 from jetflow_serve.bench_table import Replay, Row, markdown, replay, replay_markdown, summarise
 from jetflow_serve.choice import ModelChoice, choose_model
@@ -69,6 +69,8 @@ def bench(options: Namespace, write: Callable[[str], None], progress: Callable[[
         results["replays"] = [asdict(row) for row in replays]
         if options.trace:
             write_traces(Path(options.trace), traces)
+        if options.plot:
+            draw_replays(replays, options.plot, _title(facts))
     if not options.tau_only:
         warm_up(baseline, [0])
         for contender in contenders:
