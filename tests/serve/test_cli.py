@@ -118,6 +118,7 @@ def test_drafter_and_head_must_go_together(head: str | None, drafter: DrafterKin
     ("flags", "message"),
     [
         (["--drafter", "ngram"], "invalid choice"),
+        (["--draft-passes", "3"], "invalid choice: 3"),
         (["--draft-depth", "0"], "0 is too small"),
         (["--draft-cutoff", "1.5"], "1.5 is no probability"),
         (["--draft-temperature", "0"], "0 is too small"),
@@ -137,12 +138,13 @@ def test_drafting_flags_reach_the_engine(demo_files: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(choice.LLM, "load", note)
     flags = ["--drafter", "head+lookup", "--draft-depth", "5", "--draft-cutoff", "0.1", "--draft-temperature", "1.2"]
+    flags += ["--draft-passes", "2"]
     for given in ([], flags):
         options = cli.build_parser().parse_args(["generate", "hi", *given])
         choice.load(choice.choose_model(None, None, 8, None, options.drafter), options)
     assert configs[0] == EngineConfig(budget=8)
     assert configs[1] == EngineConfig(
-        budget=8, drafter="head+lookup", draft_depth=5, draft_cutoff=0.1, draft_temperature=1.2
+        budget=8, drafter="head+lookup", draft_passes=2, draft_depth=5, draft_cutoff=0.1, draft_temperature=1.2
     )
 
 
@@ -163,7 +165,7 @@ def test_options_and_defaults_are_these() -> None:
     model = {
         "model": None, "head": None, "dtype": "auto", "device": "auto", "max_model_len": None, "max_running": None,
         "max_batch_tokens": None, "num_pages": None, "page_size": None, "cache_gib": None, "exact": False, "prefix_cache": None,
-        "drafter": None, "draft_depth": None, "draft_cutoff": None, "draft_temperature": None,
+        "drafter": None, "draft_passes": None, "draft_depth": None, "draft_cutoff": None, "draft_temperature": None,
     }  # fmt: skip
     parse = cli.build_parser().parse_args
     assert vars(parse(["serve"])) == model | {

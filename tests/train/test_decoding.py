@@ -35,12 +35,12 @@ def word_tokenizer() -> Tokenizer:
 
 def llm(with_head: bool = True, **limits: Any) -> LLM:
     model = tiny_model()
-    head = None
+    head, drafter = None, "head" if with_head else "auto"
     if with_head:
         head = tiny_head(model, tiny_rows(8)).requires_grad_(False)
         head.pack()
     return LLM(
-        Engine(model, word_tokenizer(), head, EngineConfig(page_size=4, num_pages=200, drafter="head", **limits))
+        Engine(model, word_tokenizer(), head, EngineConfig(page_size=4, num_pages=200, drafter=drafter, **limits))
     )
 
 
@@ -189,13 +189,16 @@ def test_a_row_file_that_holds_no_rows_is_refused(tmp_path: Path, line: str, mes
         answer(llm(with_head=False), options(tmp_path))
 
 
-@pytest.mark.parametrize(("budget", "order"), [(3, 1), (12, 1), (3, 2), (12, 2)])
-def test_replayed_tau_is_the_engines(budget: int, order: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "order", "passes"), [(3, 1, 1), (12, 1, 1), (3, 2, 1), (12, 2, 1), (3, 2, 2), (12, 1, 2)]
+)
+def test_replayed_tau_is_the_engines(budget: int, order: int, passes: int) -> None:
     """The classical bug is a good offline number with poor real acceptance: here the two must agree to the step."""
     model = tiny_model()
     head = tiny_head(model, tiny_rows(8), pairwise_order=order).requires_grad_(False)
     head.pack()
-    engine = LLM(Engine(model, None, head, EngineConfig(page_size=4, num_pages=200, drafter="head")))
+    config = EngineConfig(page_size=4, num_pages=200, drafter="head", draft_passes=passes)
+    engine = LLM(Engine(model, None, head, config))
     prompts = [row.prompt_ids for row in tiny_rows(4)]
     params = SamplingParams(max_tokens=25, ignore_eos=True)
     items, tokens, steps = [], 0, 0
@@ -204,5 +207,5 @@ def test_replayed_tau_is_the_engines(budget: int, order: int) -> None:
         tokens += len(done.token_ids) - 1  # the first token comes out of the prefill
         steps += done.usage.target_steps - 1
     rules = BlockRules(head.config.block_size, head.config.mask_token_id)
-    replayed = replayed_tau(head, items, rules, [budget], max_tokens=25)[budget]
+    replayed = replayed_tau(head, items, rules, [1, budget], max_tokens=25, passes=passes)[budget]
     assert replayed == pytest.approx(tokens / steps)

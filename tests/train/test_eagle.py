@@ -21,9 +21,10 @@ from jetflow_train.blocks import BlockRules, pack_blocks, sample_anchors, sample
 from jetflow_train.checkpoint import checkpoints
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, spread
-from jetflow_train.eagle import row_trees, unrolled_states
+from jetflow_train.eagle import unrolled_states
 from jetflow_train.features import RowFeatures, build_features, row_features
 from jetflow_train.heads import continued_head, head_config, new_head, target_tables, training_dtype
+from jetflow_train.served import row_trees
 from jetflow_train.simulate import head_rules, replayed_tau
 from jetflow_train.trainer import STEPS_PER_LOG, Trainer
 from tiny import VOCAB, tiny_eagle, tiny_model

@@ -18,6 +18,7 @@ from torch import Tensor
 from jetflow_core.batch import PagedAttention, Segment, build_batch
 from jetflow_core.head import DraftHead, SecondOrder
 from jetflow_core.kv_cache import KVCache
+from jetflow_core.second_pass import SecondPass, scratch_slots
 from jetflow_core.step_clock import StepClock
 from jetflow_core.tree import CandidateBatch, DraftTree, Floats, Ints, grown_trees
 
@@ -88,19 +89,27 @@ class Drafter(Protocol):
 class HeadDrafter:
     """Drafts with a JetFlow (or DFlash) head whose context lives in its own pages under the target's block tables.
 
-    `width` is the number K of candidates considered at each depth. The head's pass ends the phase "draft" of `clock`, the trees
-    its phase "tree".
+    `width` is the number K of candidates considered at each depth. With two `passes` every tree goes through the head once more
+    and grows again (`jetflow_core.second_pass`). The head's pass ends the phase "draft" of `clock`, the trees its phase "tree".
+    Raises ValueError for two passes of a bidirectional head.
     """
 
     def __init__(
-        self, head: DraftHead, num_blocks: int, page: int, width: int = 32, clock: StepClock | None = None
+        self,
+        head: DraftHead,
+        num_blocks: int,
+        page: int,
+        width: int = 32,
+        clock: StepClock | None = None,
+        passes: int = 1,
     ) -> None:
         config, dtype, device = head.config, head.norm.weight.dtype, head.norm.weight.device
         self.head, self.page, self.width, self.device = head, page, width, device
         self._clock = clock or StepClock()
         self.tap_layers = config.target_layer_ids
-        self.block_slots = config.block_size
+        self.block_slots = scratch_slots(config, passes)
         self.cache = KVCache(config.num_layers, num_blocks, page, config.num_kv_heads, config.head_dim, dtype, device)
+        self._second = SecondPass(head, self.cache, page, width, self._clock) if passes == 2 else None
 
     def observe(self, rows: Committed) -> None:
         """Write the context of newly committed tokens."""
@@ -109,7 +118,7 @@ class HeadDrafter:
             self.cache.write(layer, k, v, rows.slots)
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[DraftTree]:
-        """One tree a job, from one forward of the head over all blocks [anchor, MASK, …]."""
+        """One tree a job, from one forward of the head over all blocks [anchor, MASK, …], and a second over the trees."""
         config = self.head.config
         masks = [config.mask_token_id] * (config.block_size - 1)
         segments = [Segment.chain([job.anchor, *masks], job.position, job.blocks) for job in jobs]
@@ -126,7 +135,7 @@ class HeadDrafter:
             [job.max_depth for job in jobs],
         )
         self._clock.lap("tree")
-        return trees
+        return trees if self._second is None else self._second(trees, jobs)
 
 
 def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, before: Tensor, width: int) -> CandidateBatch:

@@ -22,6 +22,7 @@ from jetflow_core.model import Decoder
 from jetflow_core.request import Output, Request
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.scheduler import Scheduler, Share
+from jetflow_core.second_pass import check_passes
 from jetflow_core.shaping import Shaping, shaped
 from jetflow_core.step_clock import PhaseTimes, StepClock
 from jetflow_core.tokenizer import Detokenizer, Tokenizer
@@ -41,8 +42,9 @@ class EngineConfig:
     `cache_gib` GiB, by default a share of the device's free memory.
     `max_model_len` None is what model, head and cache allow.
     `drafter`: who drafts; "auto" is head and lookup where there is a head, else nobody. `candidates`: tokens the head considers
-    at each depth. `draft_depth`, `draft_cutoff` and `draft_temperature` shape the trees (see `jetflow_core.shaping`); a
-    temperature of None is each drafter's own, such as the one a head's configuration holds.
+    at each depth. `draft_passes` 2 lets it read its tree once more and grow it again (see `jetflow_core.second_pass`).
+    `draft_depth`, `draft_cutoff` and `draft_temperature` shape the trees (see `jetflow_core.shaping`); a temperature of None is
+    each drafter's own, such as the one a head's configuration holds.
     `prefix_cache`: pages of equal beginnings are computed once and kept after their request, until another needs the memory.
     """
 
@@ -55,6 +57,7 @@ class EngineConfig:
     max_model_len: int | None = None
     drafter: DrafterKind = "auto"
     candidates: int = 32
+    draft_passes: int = 1
     draft_depth: int | None = None
     draft_cutoff: float = 0.0
     draft_temperature: float | None = None
@@ -69,6 +72,7 @@ class EngineConfig:
         }
         check_budget(self.budget)
         check_drafter(self.drafter)
+        check_passes(self.draft_passes)
         self.shaping()
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
@@ -387,7 +391,7 @@ def _build_drafter(config: EngineConfig, head: Head | None, num_blocks: int, clo
     """What `config` asks for: the head that drafts, lookup, or both, each with its own calibration."""
     parts: list[Drafter] = []
     if head is not None:
-        drafter = head_drafter(head, num_blocks, config.page_size, config.candidates, clock)
+        drafter = head_drafter(head, num_blocks, config.page_size, config.candidates, clock, config.draft_passes)
         parts.append(shaped(drafter, config.shaping(head.config.draft_temperature)))
     if config.drafter in ("lookup", "head+lookup") or (parts and config.drafter == "auto"):
         parts.append(shaped(LookupDrafter(), config.shaping()))

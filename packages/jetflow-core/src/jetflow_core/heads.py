@@ -14,6 +14,7 @@ from jetflow_core.eagle_config import ARCHITECTURE
 from jetflow_core.eagle_drafter import EagleDrafter
 from jetflow_core.head import DraftHead
 from jetflow_core.kv_cache import KVCache
+from jetflow_core.second_pass import scratch_slots
 from jetflow_core.step_clock import StepClock
 from jetflow_core.weights import CheckpointError, head_folder
 
@@ -41,11 +42,26 @@ def load_head(path: str | Path, embed: Tensor, lm_head: Tensor) -> Head:
     return DraftHead.load(folder, embed, lm_head)
 
 
-def head_drafter(head: Head, num_blocks: int, page: int, width: int, clock: StepClock) -> Drafter:
-    """The drafter of `head` with `num_blocks` pages of `page` tokens; see its class for `width` and `clock`."""
+def head_drafter(
+    head: Head, num_blocks: int, page: int, width: int, clock: StepClock | None = None, passes: int = 1
+) -> Drafter:
+    """The drafter of `head` with `num_blocks` pages of `page` tokens; see its class for `width`, `clock` and `passes`.
+
+    Raises ValueError for two passes of a head that has but one.
+    """
     if isinstance(head, EagleHead):
+        if passes == 2:
+            raise ValueError(
+                "draft_passes is 2, but an EAGLE head makes a pass for every level of its tree: use draft_passes 1, or a JetFlow "
+                "head, best one trained with `jetflow-train head --prefix`"
+            )
         return EagleDrafter(head, num_blocks, page, width, clock)
-    return HeadDrafter(head, num_blocks, page, width, clock)
+    return HeadDrafter(head, num_blocks, page, width, clock, passes)
+
+
+def drafting_slots(head: Head, passes: int = 1) -> int:
+    """Slots from the anchor on that the drafter of `head` writes."""
+    return head.config.tree_slots if isinstance(head, EagleHead) else scratch_slots(head.config, passes)
 
 
 def context_bytes_per_slot(head: Head, dtype: torch.dtype) -> int:

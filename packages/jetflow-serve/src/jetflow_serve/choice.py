@@ -20,6 +20,7 @@ ENGINE_OPTIONS = (
     "max_model_len",
     "cache_gib",
     "prefix_cache",
+    "draft_passes",
     "draft_depth",
     "draft_cutoff",
     "draft_temperature",

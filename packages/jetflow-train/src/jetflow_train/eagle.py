@@ -1,4 +1,4 @@
-"""An EAGLE head in training and in replay.
+"""An EAGLE head in training.
 
 Training drafts as serving does (EAGLE-3's training-time test): at every anchor a the head is unrolled over the block's depths,
 fed with the row's own tokens and, from its second step on, with its own features. Step k reads the token at a + k − 1 and
@@ -10,18 +10,13 @@ Shapes: J slots that carry a loss, S context positions of all documents, s those
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from jetflow_core.drafter import Committed, DraftJob
 from jetflow_core.eagle import EagleHead
-from jetflow_core.eagle_drafter import EagleDrafter
-from jetflow_core.tree import DraftTree
 from jetflow_train.blocks import BlockBatch
-from jetflow_train.features import RowFeatures
 
 
 def unrolled_states(head: EagleHead, batch: BlockBatch) -> Tensor:
@@ -101,29 +96,3 @@ class _Step:
             prefix = prefix.unflatten(1, (end - start, -1)).transpose(0, 1)
             outputs.append(prefix + own @ own_values[start:end])
         return torch.cat(outputs).view(rows, heads, width)
-
-
-@torch.no_grad()
-def row_trees(
-    head: EagleHead, features: RowFeatures, anchors: Sequence[int], budget: int, width: int
-) -> list[DraftTree]:
-    """The tree of `budget` nodes, with up to `width` children each, that the drafter of serving makes at each of `anchors`.
-
-    The row's context is written once. With pages of one token all drafts share it, each with slots of its own behind it.
-    """
-    device, dtype = head.norm.weight.device, head.norm.weight.dtype
-    context, spare = max(anchors), head.config.tree_slots
-    drafter = EagleDrafter(head, context + len(anchors) * spare, 1, width)
-    slots = torch.arange(context, device=device)
-    tokens = features.tokens.tolist()
-    drafter.observe(
-        Committed(
-            features.taps[:context].to(device, dtype), features.tokens[:context].to(device), slots, slots, slots - 1
-        )
-    )
-    jobs: list[DraftJob] = []
-    for number, anchor in enumerate(anchors):
-        start = context + number * spare
-        blocks = [*range(anchor), *range(start, start + spare)]
-        jobs.append(DraftJob(tokens[: anchor + 1], blocks, budget, head.config.depth))
-    return drafter.propose(jobs)

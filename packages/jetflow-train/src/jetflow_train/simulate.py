@@ -18,12 +18,13 @@ from jetflow_core.drafter import head_candidates
 from jetflow_core.eagle import EagleHead
 from jetflow_core.heads import Head
 from jetflow_core.model import Decoder
+from jetflow_core.second_pass import check_passes
 from jetflow_core.tree import DraftTree, grown_trees
 from jetflow_train.blocks import BlockRules, block_hidden, pack_blocks, sample_anchors
 from jetflow_train.data import Row
-from jetflow_train.eagle import row_trees
 from jetflow_train.features import RowFeatures, row_features
 from jetflow_train.losses import draft_index, sparse_teacher
+from jetflow_train.served import row_trees
 from jetflow_train.states import slot_states
 
 BRANCHES = 32  # candidates a depth, as in serving
@@ -93,13 +94,18 @@ def head_rules(head: Head) -> BlockRules:
 
 
 def replayed_tau(
-    head: Head, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
+    head: Head,
+    items: Sequence[RowFeatures],
+    rules: BlockRules,
+    budgets: Sequence[int],
+    max_tokens: int,
+    passes: int = 1,
 ) -> dict[int, float]:
     """τ (tokens committed per target forward) at each budget, over `items` from *greedy* rows, their first
-    `max_tokens` tokens. There must be a row: no rows have no τ.
+    `max_tokens` tokens, drafting with so many `passes`. There must be a row: no rows have no τ.
     """
     assert items
-    counts = replayed_rounds(head, items, rules, budgets, max_tokens)
+    counts = replayed_rounds(head, items, rules, budgets, max_tokens, passes)
     return {budget: tau_of(pairs) for budget, pairs in counts.items()}
 
 
@@ -110,14 +116,22 @@ def tau_of(pairs: Sequence[tuple[int, int]]) -> float:
 
 @torch.no_grad()
 def replayed_rounds(
-    head: Head, items: Sequence[RowFeatures], rules: BlockRules, budgets: Sequence[int], max_tokens: int
+    head: Head,
+    items: Sequence[RowFeatures],
+    rules: BlockRules,
+    budgets: Sequence[int],
+    max_tokens: int,
+    passes: int = 1,
 ) -> dict[int, list[tuple[int, int]]]:
     """(tokens committed, target passes) of every item at each budget, as in `replayed_tau`."""
     counts: dict[int, list[tuple[int, int]]] = {budget: [] for budget in budgets}
     for features in items:
-        trees = drafted_trees(head, features, rules, max(budgets), max_tokens)
-        tokens, last = features.tokens.tolist(), features.prompt_length + len(trees)
+        # What a second pass expands depends on the budget, so its trees are no cuts of a larger one's.
+        drafted = budgets if passes == 2 else [max(budgets)]
+        by_budget = {budget: drafted_trees(head, features, rules, budget, max_tokens, passes) for budget in drafted}
+        tokens, last = features.tokens.tolist(), features.prompt_length + len(by_budget[max(budgets)])
         for budget in budgets:
+            trees = by_budget.get(budget, by_budget[max(budgets)])
             position, rounds = features.prompt_length, 0
             while position < last:
                 tree = trees[position - features.prompt_length].cut(budget)
@@ -129,18 +143,24 @@ def replayed_rounds(
 
 @torch.no_grad()
 def drafted_trees(
-    head: Head, features: RowFeatures, rules: BlockRules, budget: int, max_tokens: int
+    head: Head, features: RowFeatures, rules: BlockRules, budget: int, max_tokens: int, passes: int = 1
 ) -> list[DraftTree]:
-    """The ranked tree at every anchor among the row's first `max_tokens` output tokens that has a successor."""
+    """The ranked tree at every anchor among the row's first `max_tokens` output tokens that has a successor.
+
+    Raises ValueError for more `passes` than `head` has.
+    """
+    check_passes(passes)
     last = min(len(features.tokens) - 1, features.prompt_length + max_tokens)
     anchors = torch.arange(features.prompt_length, last)
-    return [tree for part in anchors.split(32) for tree in _row_trees(head, features, part, rules, budget)]
+    return [tree for part in anchors.split(32) for tree in _row_trees(head, features, part, rules, budget, passes)]
 
 
-def _row_trees(head: Head, features: RowFeatures, anchors: Tensor, rules: BlockRules, budget: int) -> list[DraftTree]:
+def _row_trees(
+    head: Head, features: RowFeatures, anchors: Tensor, rules: BlockRules, budget: int, passes: int
+) -> list[DraftTree]:
     """The ranked tree of every anchor."""
-    if isinstance(head, EagleHead):
-        return row_trees(head, features, anchors.tolist(), budget, BRANCHES)
+    if isinstance(head, EagleHead) or passes == 2:
+        return row_trees(head, features, anchors.tolist(), budget, BRANCHES, passes)
     whole = BlockRules(rules.block_size, rules.mask_token_id, rules.causal, gamma=None, truncate=False)
     batch = pack_blocks(
         [(features, anchors, torch.full_like(anchors, rules.block_size))], whole, head.norm.weight.device

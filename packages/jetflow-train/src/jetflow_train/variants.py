@@ -42,6 +42,7 @@ VARIANTS = (
     Variant("second-order", "conditioning order", changes={"pairwise_order": 2}),
     Variant("pairwise-128", "conditioning width", changes={"pairwise_size": 128}),
     Variant("pairwise-512", "conditioning width", changes={"pairwise_size": 512}),
+    Variant("prefix", "known tokens before the masks", changes={"prefix": 0.5}),
     Variant("eagle", "kind", changes={"kind": "eagle"}),
     Variant("matched", "data", data=MATCHED),
     Variant("corpus", "data", against="matched", data=CORPUS, below=True),
