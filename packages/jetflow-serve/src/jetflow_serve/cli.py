@@ -197,9 +197,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[=HEAD][:option=value,...]",
         help="a draft head (folder or hub id; without one that of --head or the demo's) and how it drafts: drafter=head, lookup "
-        "or head+lookup, candidates (1: a chain of argmaxes), draft_depth, draft_cutoff, draft_temperature. The name `lookup` "
-        "alone is the drafter without a head. Repeat it for more methods (the head of --head or the demo's, named `head`). With "
-        "--simulate: the NAME whose traces are meant, where the file has several",
+        "or head+lookup, candidates (1: a chain of argmaxes), draft_passes, draft_depth, draft_cutoff, draft_temperature. "
+        "The name `lookup` alone is the drafter without a head. Repeat it for more methods (the head of --head or the demo's, "
+        "named `head`). With --simulate: the NAME whose traces are meant, where the file has several",
     )
     what.add_argument(
         "--budgets",
@@ -357,6 +357,12 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "head", "lookup", "head+lookup"],
         help="lookup: what followed the same words earlier in prompt and answer, for any model; head+lookup: the best of both "
         "(auto: head+lookup where there is a head, else nobody)",
+    )
+    drafting.add_argument(
+        "--draft-passes",
+        type=int,
+        choices=[1, 2],
+        help="2: the head reads the drafted tree once more and grows it again, for causal heads trained with --prefix (1)",
     )
     drafting.add_argument(
         "--draft-depth", type=_at_least(1), metavar="N", help="longest drafted path in tokens (the drafter's)"
