@@ -17,6 +17,7 @@ from torch import Tensor
 
 import jetflow_triton as ops
 from jetflow_core.logprobs import MAX_TOP
+from jetflow_triton.choice import greedy
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
     filters. Rows that no choice covers are greedy. Ties go to the lowest id. A row with a NaN or +inf, or without any finite
     logit, gives −1 (nothing can be chosen from it); other rows are not affected. `logits` is not changed.
     """
+    if not choices:
+        return greedy(logits)
     rows = len(logits)
     temperature, top_k, seeds, positions = [0.0] * rows, [0] * rows, [0] * rows, [0] * rows
     top_p, min_p = [1.0] * rows, [0.0] * rows

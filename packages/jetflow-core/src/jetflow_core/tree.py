@@ -96,12 +96,12 @@ class DraftTree:
         parents, size = self.parents, len(self.tokens)
         if size == 0 or parents[0] != -1 or self.depths[0] != 0:
             raise ValueError("a draft tree starts with its anchor: parent -1, depth 0")
-        if np.any(parents[1:] < 0) or np.any(parents[1:] >= np.arange(1, size)):
+        if (parents[1:] < 0).any() or (parents[1:] >= np.arange(1, size)).any():
             raise ValueError("parents must come before their children")
-        if np.any(self.depths[1:] != self.depths[parents[1:]] + 1):
+        if (self.depths[1:] != self.depths[parents[1:]] + 1).any():
             raise ValueError("a node is one deeper than its parent")
         siblings = np.sort(parents * (int(self.tokens.max()) + 1) + self.tokens)
-        if np.any(siblings[1:] == siblings[:-1]):
+        if (siblings[1:] == siblings[:-1]).any():
             raise ValueError("two siblings share a token")
 
     def __len__(self) -> int:
@@ -151,15 +151,17 @@ def grown_trees(
     `max(budgets)` best of its request so far. So the cost is a few array operations a depth, whatever the number of nodes.
     """
     requests, limits = np.arange(len(anchors)), np.asarray(budgets, dtype=np.int64)
-    levels = _grow(candidates, int(limits.max()), np.asarray(max_depths))
+    levels, floor = _grow(candidates, int(limits.max()), np.asarray(max_depths))
     owner = np.concatenate([level[0] for level in levels])
     scores = np.concatenate([level[1] for level in levels])
     parents = np.concatenate([level[2] for level in levels])
     chosen = np.concatenate([level[3] for level in levels])
     depths = np.repeat(np.arange(len(levels)), [len(level[0]) for level in levels])
+    # Most nodes were once among the best and are not any more: they need no sorting.
+    left = np.flatnonzero(scores >= floor[owner])
     # Levels follow each other and each keeps its order, so a stable sort breaks ties by depth, parent and rank.
-    order = np.lexsort((-scores, owner))
-    place = np.empty(len(order), dtype=np.int64)  # of a node within its own tree
+    order = left[np.lexsort((-scores[left], owner[left]))]
+    place = np.empty(len(owner), dtype=np.int64)  # of a node within its own tree
     place[order] = np.arange(len(order)) - np.searchsorted(owner[order], requests)[owner[order]]
     order = order[place[order] <= limits[owner[order]]]
     owner, depths, scores = owner[order], depths[order], scores[order]
@@ -175,14 +177,18 @@ def grown_trees(
 Level = tuple[Ints, NDArray[np.float64], Ints, Ints]
 
 
-def _grow(candidates: CandidateBatch, size: int, max_depths: Ints) -> list[Level]:
+def _grow(candidates: CandidateBatch, size: int, max_depths: Ints) -> tuple[list[Level], NDArray[np.float64]]:
     """The anchors, then a level a depth of the nodes that may be among the `size` best of their request.
 
     A level holds, in order of parent and rank, each node's request, score, parent (counted over all levels) and candidate.
+    Beside the levels, the score [R] of each request's last node among its `size` best, −inf where it has fewer.
     """
-    requests, deepest = candidates.tokens.shape[:2]
+    requests, deepest, width = candidates.tokens.shape
+    shallowest = int(max_depths.min())
     best = np.full((requests, size), -np.inf)  # the best scores of each request so far, the least of them first
-    level = np.arange(requests), np.zeros(requests), np.zeros(requests, np.int64), np.zeros(requests, np.int64)
+    floor = np.full(requests, -np.inf)  # that least one
+    first = np.arange(requests)
+    level = first, np.zeros(requests), np.zeros(requests, np.int64), np.zeros(requests, np.int64)
     levels: list[Level] = [level]
     above = 0  # where the parents' level starts
     before = np.zeros(requests, np.int64)  # the candidates that the parents' own parents are
@@ -191,22 +197,26 @@ def _grow(candidates: CandidateBatch, size: int, max_depths: Ints) -> list[Level
         known = candidates.first[owner] if depth == 1 else candidates.following(depth, owner, before, chosen)
         # A log-probability rounded to above zero must not put a child before its parent.
         grown = scores[:, None] + np.minimum(known, 0)
-        grown[max_depths[owner] < depth] = -np.inf
-        parents, rank = np.nonzero(grown > best[owner, 0][:, None])
-        if len(rank) == 0:
+        if depth > shallowest:
+            grown[max_depths[owner] < depth] = -np.inf
+        # Flat places, since indices in two dimensions take numpy several times as long to find and to follow.
+        found = np.flatnonzero(grown > floor[owner, None])
+        if len(found) == 0:
             break
-        owner, scores = owner[parents], grown[parents, rank]
-        counts = np.bincount(owner, minlength=requests)
-        most = int(counts.max())
+        parents, rank = np.divmod(found, width)
+        owner, scores = owner[parents], grown.ravel()[found]
+        bounds = np.searchsorted(owner, np.arange(requests + 1))
+        most = int(np.diff(bounds).max())
         pool = np.full((requests, most + size), -np.inf)
         pool[:, :size] = best
-        pool[owner, size + np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]] = scores
+        pool.ravel()[np.arange(len(owner)) + (size + first * (most + size) - bounds[:-1])[owner]] = scores
         pool.partition(most, axis=1)
         best = pool[:, most:]
-        kept = scores >= best[owner, 0]
+        floor = best[:, 0]
+        kept = scores >= floor[owner]
         above, start, before = above + len(levels[-1][0]), above, chosen[parents[kept]]
         levels.append((owner[kept], scores[kept], start + parents[kept], rank[kept]))
-    return levels
+    return levels, floor
 
 
 def ancestor_mask(tree: DraftTree, words: int) -> NDArray[np.int32]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 import torch
@@ -66,18 +66,18 @@ def verify(
         if (decision := _decision(share, segment, int(start))) is not None
     ]
     rows = [decision.first_row + np.arange(len(decision.tree)) for decision in decisions]
-    bounds = np.cumsum([0, *(len(own) for own in rows)])
+    bounds = [0, *itertools.accumulate(len(own) for own in rows)]
     clock.lap("accept")
     logits = _logits(model, vocab_size, hidden, rows)
     clock.lap("verify")
 
     def choose_after(active: Sequence[int], nodes: Sequence[int]) -> list[int]:
         """The target's token after node `nodes[k]` of tree `active[k]`."""
-        picked = torch.tensor([int(bounds[i]) + node for i, node in zip(active, nodes, strict=True)])
+        picked = torch.tensor([bounds[i] + node for i, node in zip(active, nodes, strict=True)])
         walking = [(k, decisions[i], node) for k, (i, node) in enumerate(zip(active, nodes, strict=True))]
         options = [row for k, decision, node in walking if (row := _options(k, decision, node)) is not None]
         choices = [_choice(k, decision, node) for k, decision, node in walking if decision.samples]
-        return choose(process(logits[picked.to(logits.device)], options), choices).tolist()
+        return choose(process(logits.index_select(0, picked.to(logits.device)), options), choices).tolist()
 
     outcomes = accept([decision.tree for decision in decisions], choose_after)
     walked = {decision.share.request.id: outcome for decision, outcome in zip(decisions, outcomes, strict=True)}
@@ -152,11 +152,14 @@ def _position(decision: _Decision, node: int) -> int:
 
 
 def _output_logprobs(
-    logits: Tensor, decisions: Sequence[_Decision], bounds: Ints, outcomes: Sequence[tuple[list[int], list[int]]]
+    logits: Tensor,
+    decisions: Sequence[_Decision],
+    bounds: Sequence[int],
+    outcomes: Sequence[tuple[list[int], list[int]]],
 ) -> dict[str, list[TokenLogprobs]]:
     """Per request id that asks for them, the log-probabilities of its new tokens."""
     asked = [
-        (decision.share.request, int(bound) + np.array(path), tokens)
+        (decision.share.request, bound + np.array(path), tokens)
         for decision, bound, (path, tokens) in zip(decisions, bounds, outcomes, strict=False)
         if decision.share.request.params.logprobs is not None and -1 not in tokens
     ]
@@ -166,7 +169,7 @@ def _output_logprobs(
     chosen = [token for _, _, tokens in asked for token in tokens]
     tops = [request.params.logprobs or 0 for request, _, tokens in asked for _ in tokens]
     entries = iter(token_logprobs(logits[rows], chosen, tops))
-    return {request.id: list(islice(entries, len(tokens))) for request, _, tokens in asked}
+    return {request.id: list(itertools.islice(entries, len(tokens))) for request, _, tokens in asked}
 
 
 # Logits of a prompt made at once: bounds the memory that a long chunk takes.

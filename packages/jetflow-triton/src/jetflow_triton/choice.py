@@ -130,6 +130,12 @@ def accept_walk_twin(
     return path, lengths, bonus
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """What `sample` takes at temperature 0, on any device: `[T, V]` -> `[T]` int64, −1 for a row with nothing to choose."""
+    best, chosen = logits.max(dim=-1)  # several times faster than argmax, and also the first of equals
+    return torch.where(best.isfinite(), chosen, -1)  # torch ranks NaN above everything
+
+
 LOGITS_AT_ONCE = 2**16  # what a CPU core's cache holds
 
 
@@ -143,8 +149,7 @@ def sample_twin(
     positions: Tensor,
 ) -> Tensor:
     """Plain-torch `sample`, some rows at a time."""
-    best, chosen = logits.max(dim=-1)  # several times faster than argmax, and also the first of equals
-    chosen = torch.where(best.isfinite(), chosen, -1)  # torch ranks NaN above everything
+    chosen = greedy(logits)
     sampled = (temperature > 0).nonzero().squeeze(1)
     if not len(sampled):
         return chosen
