@@ -464,6 +464,10 @@ def test_the_demo_is_the_default_and_lookup_runs_no_head(tmp_path: Path, capsys:
     status, out, _ = run(capsys, "--simulate", str(path), "--method", "lookup", "--shape", "qwen3-8b")
     assert status == 0
     assert "Head: none." in out
+    status, _, err = run(capsys, "--simulate", str(path), "--method", "lookup", "--validate", "--data", "x.jsonl")
+    assert (status, "lookup has none" in err) == (2, True)
+    status, _, err = run(capsys, "--simulate", str(path), "--method", "head", "--drafter", "lookup")
+    assert (status, "head drafts with a head" in err) == (2, True)
     write_traces(path, [trace(0, method="eagle")])
     status, _, err = run(capsys, "--simulate", str(path), "--shape", "qwen3-8b")
     assert status == 2

@@ -67,6 +67,10 @@ def simulate(options: Namespace, write: Callable[[str], None], progress: Callabl
         )
     traces = select(read_traces(Path(options.simulate)), next(iter(options.method), None))
     if options.validate:
+        if traces[0].method in HEADLESS:
+            raise ValueError(
+                f"--validate measures a draft head, and {traces[0].method} has none: choose another --method"
+            )
         return validate(traces, options, write, progress)
     if options.plot:
         require_matplotlib()
@@ -126,7 +130,7 @@ def choose_shape(options: Namespace, method: str) -> Shape:
             raise ValueError("--shape and --model both name a target: use one")
         shape = named_shape(options.shape, options.head)
     else:
-        choice = choose_model(options.model, options.head, None)
+        choice = choose_model(options.model, options.head, None, None, options.drafter)
         shape = read_shape(choice.model, choice.head, choice.name)
     if "eagle" in method:
         raise ValueError(f"{method} drafts with a pass a depth, and the step model knows parallel heads only")
@@ -142,7 +146,7 @@ def choose_device(options: Namespace, progress: Callable[[str], None]) -> Device
     name = options.device_profile or "h200"
     if name != "here":
         return find_device(name, options.kernels)
-    choice = choose_model(options.model, options.head, None)
+    choice = choose_model(options.model, options.head, None, None, options.drafter or "head")
     calibration = Calibration(load(choice, options), choice.name)
     for number in range(CALIBRATION_ROUNDS):
         calibration.round()

@@ -80,7 +80,7 @@ def validate(
         trace.steps(budgets[-1])  # a budget above the recorded one is refused before anything is measured
     name = options.device_profile or "here"
     fixed = None if name == "here" else find_device(name, options.kernels)
-    choice = choose_model(options.model, options.head, budgets[-1])
+    choice = choose_model(options.model, options.head, budgets[-1], None, options.drafter or "head")
     llm = load(choice, options)
     calibration = Calibration(llm, choice.name)
     warm_up(llm, budgets)
