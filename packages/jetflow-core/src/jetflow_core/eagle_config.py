@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jetflow_core.config_fields import Fields, check_positive, located
-from jetflow_core.head_config import check_draft_vocab, check_taps
+from jetflow_core.head_config import check_draft_temperature, check_draft_vocab, check_taps
 from jetflow_core.model_config import check_decoder, refuse_unsupported
 from jetflow_core.rope_config import RopeConfig
 
@@ -65,8 +64,7 @@ class EagleConfig:
             self.rms_norm_eps,
         )
         check_positive(depth=self.depth, expanded=self.expanded, target_hidden_size=self.target_hidden_size)
-        if not 0 < self.draft_temperature < math.inf:
-            raise ValueError(f"draft_temperature = {self.draft_temperature}: must be a finite number above 0")
+        check_draft_temperature(self.draft_temperature)
         check_taps(self.target_layer_ids, self.num_target_layers)
         check_draft_vocab(self.draft_vocab_size, self.vocab_size)
 

@@ -101,8 +101,7 @@ class HeadConfig:
                 f"pairwise_order = {self.pairwise_order}: must be 1, or 2 with branch_conditioning 'pairwise', "
                 f"which is {self.branch_conditioning!r}"
             )
-        if not 0 < self.draft_temperature < math.inf:
-            raise ValueError(f"draft_temperature = {self.draft_temperature}: must be a finite number above 0")
+        check_draft_temperature(self.draft_temperature)
         check_draft_vocab(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
@@ -221,6 +220,12 @@ def check_draft_vocab(size: int | None, vocab_size: int) -> None:
     """Raise `ValueError` for a draft vocabulary that is empty or larger than the target's."""
     if size is not None and not 0 < size <= vocab_size:
         raise ValueError(f"draft_vocab_size = {size}: must be in 1 … {vocab_size}")
+
+
+def check_draft_temperature(temperature: float) -> None:
+    """Raise `ValueError` for a temperature that scores cannot be divided by."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"draft_temperature = {temperature}: must be a finite number above 0")
 
 
 def default_tap_layers(num_layers: int, k: int) -> tuple[int, ...]:
