@@ -218,8 +218,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     results.add_argument(
         "--plot",
         metavar="PREFIX",
-        help="draw PREFIX-speedup.png (by budget) and PREFIX-phases.png (time of a step); with --simulate the image PREFIX, a "
-        ".png or .svg",
+        help="draw PREFIX-speedup.png (by budget) and PREFIX-phases.png (time of a step), from traces PREFIX-tau.png; with "
+        "--simulate the image PREFIX, a .png or .svg",
     )
     results.add_argument("--trace", metavar="PATH", help="record acceptance traces there, as JSON lines")
     _add_model_options(parser)
