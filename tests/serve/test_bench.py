@@ -275,6 +275,11 @@ def test_bad_prompt_files(content: str, message: str, run: Runner, tmp_path: Pat
     assert message in err
 
 
+def test_the_default_method_is_named_after_its_drafter(run: Runner) -> None:
+    status, out, _ = run("--head", "causal", "--drafter", "head+lookup", "--budgets", "4", "--max-tokens", "4")
+    assert (status, cells(out, SPEED)[-1][1]) == (0, "head+lookup")
+
+
 def test_plots_are_drawn(run: Runner, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     prefix = tmp_path / "plot"

@@ -140,7 +140,8 @@ def _plan(options: Namespace) -> tuple[ModelChoice, Plan]:
     named = parse_methods(options.method)
     least = None if named else max(budgets, default=0)
     choice = choose_model(options.model, options.head, least, None, options.drafter)
-    methods = (named or [Method("head")]) if budgets else []
+    alone = Method("head" if choice.drafter == "auto" else choice.drafter)
+    methods = (named or [alone]) if budgets else []
     if not methods and (options.tau_only or options.trace):
         raise ValueError("a trace needs a drafter and a budget: give --budgets above 0")
     seed = secrets.randbits(31) if options.seed is None else options.seed  # every run of a prompt needs the same one
