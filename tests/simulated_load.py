@@ -11,7 +11,8 @@ from jetflow_core.budget import Budget, BudgetPolicy, Spent
 from jetflow_core.request import Request
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.scheduler import Share
-from jetflow_core.tree import Candidates, DraftTree, best_first_trees
+from jetflow_core.tree import DraftTree
+from score_tables import ScoreTable, best_first_trees
 
 
 class NoText:
@@ -148,5 +149,5 @@ def draft_pool(size: int = 32, depths: int = 8, width: int = 8) -> Sequence[Draf
         return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[..., :-1].astype(np.float32)
 
     tokens = np.arange(depths * width).reshape(depths, width)
-    pool = [Candidates(tokens, rows(s), rows(s, depths - 1, width)) for s in np.linspace(0.5, 5, size)]
+    pool = [ScoreTable(tokens, rows(s), rows(s, depths - 1, width)) for s in np.linspace(0.5, 5, size)]
     return best_first_trees([0] * size, pool, [64] * size, [depths] * size)

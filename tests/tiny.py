@@ -9,10 +9,27 @@ from jetflow_core.eagle import EagleHead
 from jetflow_core.eagle_config import EagleConfig
 from jetflow_core.head import DraftHead
 from jetflow_core.model import Decoder
+from jetflow_core.sampling import SamplingParams
 
 VOCAB = 97
 MASK = 96
 KINDS = ("dense", "moe", "llama")
+
+# Requests of every kind: short and long prompts, greedy and sampled answers.
+PROMPTS = [
+    [3],
+    list(range(5, 10)),
+    [int(i * 7 % 90) for i in range(40)],
+    [4, 4, 4],
+    [int(i * i % 90) for i in range(64)],
+]
+PARAMS = [
+    SamplingParams(max_tokens=24),
+    SamplingParams(max_tokens=24, temperature=0.8, seed=1),
+    SamplingParams(max_tokens=17, temperature=1.2, top_p=0.9, top_k=20, seed=2),
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=30, temperature=0.7, min_p=0.05, seed=3),
+]
 
 
 def tiny_config(kind: str = "dense", **changes: object) -> ModelConfig:

@@ -18,7 +18,8 @@ from jetflow_core.model import Decoder
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.scheduler import Share
 from jetflow_core.step_time import CostCurve, monotone
-from jetflow_core.tree import Candidates, DraftTree, best_first_tree
+from jetflow_core.tree import DraftTree
+from score_tables import ScoreTable, best_first_tree
 from simulated_load import Machine, SimulatedLoad
 from tiny import tiny_model
 
@@ -41,7 +42,7 @@ def forests(draw: st.DrawFn) -> list[DraftTree]:
 
     def tree() -> DraftTree:
         first, following = (np.array(draw(st.lists(LOGPROB, min_size=n, max_size=n)), np.float32) for n in (2, 4))
-        candidates = Candidates(np.array([[1, 2], [3, 4]]), first, following.reshape(1, 2, 2))
+        candidates = ScoreTable(np.array([[1, 2], [3, 4]]), first, following.reshape(1, 2, 2))
         return best_first_tree(0, candidates, draw(st.integers(0, 4)), 2)
 
     return [tree() for _ in range(draw(st.integers(1, 3)))]

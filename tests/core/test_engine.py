@@ -19,22 +19,7 @@ from jetflow_core.llm import LLM, check_head
 from jetflow_core.model import Decoder
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.tree import DraftTree
-from tiny import KINDS, VOCAB, tiny_head, tiny_model
-
-PROMPTS = [
-    [3],
-    list(range(5, 10)),
-    [int(i * 7 % 90) for i in range(40)],
-    [4, 4, 4],
-    [int(i * i % 90) for i in range(64)],
-]
-PARAMS = [
-    SamplingParams(max_tokens=24),
-    SamplingParams(max_tokens=24, temperature=0.8, seed=1),
-    SamplingParams(max_tokens=17, temperature=1.2, top_p=0.9, top_k=20, seed=2),
-    SamplingParams(max_tokens=1),
-    SamplingParams(max_tokens=30, temperature=0.7, min_p=0.05, seed=3),
-]
+from tiny import KINDS, PARAMS, PROMPTS, VOCAB, tiny_head, tiny_model
 
 
 def alone(model: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[list[int]]:

@@ -17,23 +17,9 @@ from jetflow_core.llm import LLM
 from jetflow_core.merging import MergedDrafter
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.second_pass import EXPANDED, Expansion, regrown, slotted
-from jetflow_core.tree import CandidateBatch, DraftTree, ancestor_mask, grown_trees
-from tiny import MASK, VOCAB, tiny_eagle, tiny_head, tiny_model
+from jetflow_core.tree import Candidates, DraftTree, ancestor_mask, grown_trees
+from tiny import MASK, PARAMS, PROMPTS, VOCAB, tiny_eagle, tiny_head, tiny_model
 
-PROMPTS = [
-    [3],
-    list(range(5, 10)),
-    [int(i * 7 % 90) for i in range(40)],
-    [4, 4, 4],
-    [int(i * i % 90) for i in range(64)],
-]
-PARAMS = [
-    SamplingParams(max_tokens=24),
-    SamplingParams(max_tokens=24, temperature=0.8, seed=1),
-    SamplingParams(max_tokens=17, temperature=1.2, top_p=0.9, top_k=20, seed=2),
-    SamplingParams(max_tokens=1),
-    SamplingParams(max_tokens=30, temperature=0.7, min_p=0.05, seed=3),
-]
 MODEL = tiny_model(seed=7)
 
 
@@ -188,7 +174,7 @@ def test_the_best_nodes_of_the_rule_are_chosen(seed: int, first: int, count: int
     def log_q(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         return -rng.exponential(size=shape).astype(np.float32)
 
-    candidates = CandidateBatch.of_tables(names, log_q(1, tokens), log_q(1, depths - 1, tokens, tokens))
+    candidates = Candidates.of_tables(names, log_q(1, tokens), log_q(1, depths - 1, tokens, tokens))
     tree = grown_trees([5], candidates, [first], [depths])[0]
     nodes = np.nonzero(tree.depths[:count] < depths)[0]
     table = log_q(len(nodes), 9)

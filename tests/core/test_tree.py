@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetflow_core.tree import Candidates, DraftTree, accept, ancestor_mask, best_first_tree, best_first_trees, pack_bits
+from jetflow_core.tree import DraftTree, accept, ancestor_mask, pack_bits
+from score_tables import ScoreTable, best_first_tree, best_first_trees
 
 
 @st.composite
@@ -54,7 +55,7 @@ def test_packing_uses_the_sign_bit() -> None:
 
 
 @st.composite
-def candidates(draw: st.DrawFn) -> Candidates:
+def candidates(draw: st.DrawFn) -> ScoreTable:
     depths, width = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     shared = draw(st.booleans())
     rows = 1 if shared else width
@@ -63,10 +64,10 @@ def candidates(draw: st.DrawFn) -> Candidates:
     count = (depths - 1) * rows * width
     flat = np.array(draw(st.lists(value, min_size=count, max_size=count)), dtype=np.float32)
     tokens = np.arange(depths * width).reshape(depths, width) % 5  # siblings differ, depths repeat tokens
-    return Candidates(tokens, first, flat.reshape(depths - 1, rows, width))
+    return ScoreTable(tokens, first, flat.reshape(depths - 1, rows, width))
 
 
-def every_path(c: Candidates, max_depth: int) -> dict[tuple[int, ...], float]:
+def every_path(c: ScoreTable, max_depth: int) -> dict[tuple[int, ...], float]:
     depths, width = c.tokens.shape
     paths: dict[tuple[int, ...], float] = {}
     for depth in range(1, min(depths, max_depth) + 1):
@@ -82,7 +83,7 @@ def every_path(c: Candidates, max_depth: int) -> dict[tuple[int, ...], float]:
 
 @settings(max_examples=200)
 @given(candidates(), st.integers(0, 20), st.integers(0, 4))
-def test_best_first_takes_the_most_probable_paths(c: Candidates, budget: int, max_depth: int) -> None:
+def test_best_first_takes_the_most_probable_paths(c: ScoreTable, budget: int, max_depth: int) -> None:
     tree = best_first_tree(99, c, budget, max_depth)
     best = sorted(every_path(c, max_depth).values(), reverse=True)[:budget]
     assert len(tree) == 1 + len(best)
@@ -92,7 +93,7 @@ def test_best_first_takes_the_most_probable_paths(c: Candidates, budget: int, ma
 
 
 @given(candidates(), st.integers(1, 20))
-def test_a_larger_budget_extends_the_same_tree(c: Candidates, budget: int) -> None:
+def test_a_larger_budget_extends_the_same_tree(c: ScoreTable, budget: int) -> None:
     small, large = best_first_tree(0, c, budget, 3), best_first_tree(0, c, budget + 5, 3)
     size = len(small)
     assert large.tokens[:size].tolist() == small.tokens.tolist()
@@ -105,7 +106,7 @@ def test_trees_do_not_depend_on_the_requests_beside_them(data: st.DataObject, jo
     others = [first]
     while len(others) < len(jobs):  # the same shapes, other scores
         rolled = np.roll(others[-1].following, 1, axis=-1)
-        others.append(Candidates(first.tokens, np.roll(others[-1].first, 1), rolled))
+        others.append(ScoreTable(first.tokens, np.roll(others[-1].first, 1), rolled))
     budgets, depths = [budget for budget, _ in jobs], [depth for _, depth in jobs]
     together = best_first_trees(range(len(jobs)), others, budgets, depths)
     for anchor, (tree, candidate, (budget, depth)) in enumerate(zip(together, others, jobs, strict=True)):
@@ -116,7 +117,7 @@ def test_trees_do_not_depend_on_the_requests_beside_them(data: st.DataObject, jo
 
 def test_a_child_never_comes_before_its_parent_whatever_rounding_does() -> None:
     above_zero = np.full((1, 2, 2), 1e-6, dtype=np.float32)
-    candidate = Candidates(np.array([[1, 2], [3, 4]]), np.array([-1, -1], dtype=np.float32), above_zero)
+    candidate = ScoreTable(np.array([[1, 2], [3, 4]]), np.array([-1, -1], dtype=np.float32), above_zero)
     assert len(best_first_tree(0, candidate, 6, 2)) == 7
 
 
@@ -169,8 +170,3 @@ def test_acceptance_equals_step_by_step_decoding(forest: list[DraftTree], data: 
 def test_malformed_trees_are_refused(tokens: list[int], parents: list[int], depths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DraftTree(*(np.array(column, dtype=np.int64) for column in (tokens, parents, depths)), np.zeros(len(tokens)))
-
-
-def test_candidates_with_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="following"):
-        Candidates(np.zeros((3, 2), dtype=np.int64), np.zeros(2, np.float32), np.zeros((1, 2, 2), np.float32))

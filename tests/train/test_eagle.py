@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import training_tiny
-from training_tiny import CPU, tiny_options, tiny_rows
+from training_tiny import CPU, MODEL, tiny_options, tiny_rows, trainer, weights
 
 from jetflow_core.eagle import EagleHead
 from jetflow_core.engine import Engine, EngineConfig
@@ -20,10 +19,10 @@ from jetflow_core.sampling import SamplingParams
 from jetflow_train.blocks import BlockRules, pack_blocks, sample_anchors, sample_lengths
 from jetflow_train.checkpoint import checkpoints
 from jetflow_train.config import HeadOptions
-from jetflow_train.data import Row, spread
+from jetflow_train.data import Row
 from jetflow_train.eagle import unrolled_states
-from jetflow_train.features import RowFeatures, build_features, row_features
-from jetflow_train.heads import continued_head, head_config, new_head, target_tables, training_dtype
+from jetflow_train.features import RowFeatures, row_features
+from jetflow_train.heads import continued_head, head_config, target_tables
 from jetflow_train.served import row_trees
 from jetflow_train.simulate import head_rules, replayed_tau
 from jetflow_train.trainer import STEPS_PER_LOG, Trainer
@@ -112,24 +111,9 @@ def test_a_block_sees_nothing_of_the_target_from_its_anchor_on() -> None:
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
 
-MODEL = training_tiny.tiny_model()
-ROWS = spread(tiny_rows(12))
-
 
 def options(**changes: object) -> HeadOptions:
     return tiny_options(**({"kind": "eagle"} | changes))
-
-
-def trainer(folder: Path, options: HeadOptions, rows: list[Row] = ROWS) -> Trainer:
-    config = head_config(MODEL, options)
-    store = build_features(folder / "features", MODEL, rows, config.target_layer_ids, options.teacher_top)
-    dtype = training_dtype(options.dtype, MODEL.embed.device)
-    head = new_head(MODEL, config, rows, options.seed, dtype)
-    return Trainer(head, target_tables(MODEL, dtype), store, rows, replace(options, output=str(folder / "run")))
-
-
-def weights(trained: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trained.head.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from training_tiny import tiny_model, tiny_options, tiny_rows
+from training_tiny import MODEL, ROWS, tiny_options, tiny_rows, trainer, weights
 
 from jetflow_core.head import DraftHead
 from jetflow_train.checkpoint import checkpoints
-from jetflow_train.config import HeadOptions
-from jetflow_train.data import Row, is_held_out, spread
-from jetflow_train.features import build_features
-from jetflow_train.heads import head_config, new_head, target_tables, training_dtype
+from jetflow_train.data import is_held_out, spread
+from jetflow_train.heads import target_tables, training_dtype
 from jetflow_train.masters import MasterWeights
 from jetflow_train.terminal import Bars
 from jetflow_train.trainer import STEPS_PER_LOG, Trainer, learning_rate
-
-MODEL = tiny_model()
-ROWS = spread(tiny_rows(12))
-
-
-def trainer(folder: Path, options: HeadOptions, rows: list[Row] = ROWS) -> Trainer:
-    config = head_config(MODEL, options)
-    store = build_features(folder / "features", MODEL, rows, config.target_layer_ids, options.teacher_top)
-    dtype = training_dtype(options.dtype, MODEL.embed.device)
-    head = new_head(MODEL, config, rows, options.seed, dtype)
-    return Trainer(head, target_tables(MODEL, dtype), store, rows, replace(options, output=str(folder / "run")))
-
-
-def weights(trained: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trained.head.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 
 from jetflow_core.config import ModelConfig, RopeConfig
 from jetflow_core.heads import Head
 from jetflow_core.model import Decoder
 from jetflow_train.config import HeadOptions
-from jetflow_train.data import Row
-from jetflow_train.features import RowFeatures, row_features
-from jetflow_train.heads import head_config, new_head
+from jetflow_train.data import Row, spread
+from jetflow_train.features import RowFeatures, build_features, row_features
+from jetflow_train.heads import head_config, new_head, target_tables, training_dtype
+from jetflow_train.trainer import Trainer
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
@@ -89,3 +93,21 @@ def features_of(model: Decoder, row: Row, number: int = 0, top: int = 8) -> RowF
     """Features of one row without a store; taps stay float32."""
     taps, ids, logp = row_features(model, row, TAPS, top)
     return RowFeatures(number, len(row.prompt_ids), torch.tensor(row.tokens), taps, ids, logp)
+
+
+MODEL = tiny_model()
+ROWS = spread(tiny_rows(12))
+
+
+def trainer(folder: Path, options: HeadOptions, rows: list[Row] = ROWS) -> Trainer:
+    """A run for `MODEL` with a fresh head in `folder`, beside its features."""
+    config = head_config(MODEL, options)
+    store = build_features(folder / "features", MODEL, rows, config.target_layer_ids, options.teacher_top)
+    dtype = training_dtype(options.dtype, MODEL.embed.device)
+    head = new_head(MODEL, config, rows, options.seed, dtype)
+    return Trainer(head, target_tables(MODEL, dtype), store, rows, replace(options, output=str(folder / "run")))
+
+
+def weights(trained: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of the trained parameters."""
+    return {name: p.detach().clone() for name, p in trained.head.named_parameters() if p.requires_grad}

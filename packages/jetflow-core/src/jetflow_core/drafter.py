@@ -20,7 +20,7 @@ from jetflow_core.head import DraftHead, SecondOrder
 from jetflow_core.kv_cache import KVCache
 from jetflow_core.second_pass import SecondPass, scratch_slots
 from jetflow_core.step_clock import StepClock
-from jetflow_core.tree import CandidateBatch, DraftTree, Floats, Ints, grown_trees
+from jetflow_core.tree import Candidates, DraftTree, Floats, Ints, grown_trees
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class HeadDrafter:
         return trees if self._second is None else self._second(trees, jobs)
 
 
-def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, before: Tensor, width: int) -> CandidateBatch:
+def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, before: Tensor, width: int) -> Candidates:
     """Candidates of R blocks from their slots' hidden states [R, D, C], their anchors [R] and the tokens `before` those [R].
 
     Two stages: the marginals name K tokens a depth, then transitions between them are scored. Those of first order, K × K a
@@ -159,13 +159,13 @@ def head_candidates(head: DraftHead, hidden: Tensor, anchors: Tensor, before: Te
     tokens = _array(ids if head.draft_vocab is None else head.draft_vocab[ids])
     first = _array(marginal[:, 0])
     if pairwise is None or depths == 1:
-        return CandidateBatch.of_tables(tokens, first, _array(marginal[:, 1:, None]))
+        return Candidates.of_tables(tokens, first, _array(marginal[:, 1:, None]))
     covered = marginal.exp().sum(-1, keepdim=True)
     rest = torch.log1p(-covered.clamp(max=1 - 1e-6))
     if pairwise.before is not None:
-        return CandidateBatch(tokens, first, _FrontierScores(head.second_order(hidden, anchors, ids), marginal, rest))
+        return Candidates(tokens, first, _FrontierScores(head.second_order(hidden, anchors, ids), marginal, rest))
     scores = head.transitions(hidden[:, 1:], marginal[:, 1:], ids[:, :-1], ids[:, 1:]).float()
-    return CandidateBatch.of_tables(tokens, first, _array(_normalised(scores, rest[:, 1:, None])))
+    return Candidates.of_tables(tokens, first, _array(_normalised(scores, rest[:, 1:, None])))
 
 
 @dataclass(frozen=True)

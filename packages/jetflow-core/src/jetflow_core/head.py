@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import jetflow_triton as ops
 from jetflow_core.config import HeadConfig
-from jetflow_core.head_files import draft_rows, read_draft_vocab, write_head
+from jetflow_core.head_files import draft_rows, read_draft_vocab, read_weights, write_head
 from jetflow_core.layers import MLP, Attend, Attention, DecoderLayer, DecoderStack, Linear, RMSNorm
 from jetflow_core.rope import rope_table
 from jetflow_core.weights import open_head
@@ -244,10 +244,7 @@ class DraftHead(nn.Module):
             head = cls(config, embed, lm_head, draft_vocab)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        with torch.no_grad():
-            for name, tensor in _named_tensors(head):
-                tensor.copy_(source.take(name, tuple(tensor.shape)))
-        source.finish(lambda name: False)
+        read_weights(source, _named_tensors(head))
         return head.to(device=embed.device, dtype=embed.dtype).requires_grad_(False).float_tables()
 
     def float_tables(self) -> DraftHead:

@@ -41,6 +41,14 @@ def read_draft_vocab(source: TensorSource, size: int | None, device: torch.devic
     return source.take("d2t", (size,), integer=True).to(device, torch.int64)
 
 
+def read_weights(source: TensorSource, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Fill a head's named `tensors` from `source`. Raises CheckpointError for anything missing, extra or mis-shaped."""
+    with torch.no_grad():
+        for name, tensor in tensors:
+            tensor.copy_(source.take(name, tuple(tensor.shape)))
+    source.finish(lambda name: False)
+
+
 def write_head(
     path: Path, config: Mapping[str, object], tensors: Sequence[tuple[str, Tensor]], draft_vocab: Tensor | None
 ) -> None:

@@ -17,34 +17,6 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """What a drafter thinks may follow an anchor: K tokens a depth and their log-probabilities.
-
-    `tokens` [D, K]; `first` [K] scores depth 1 after the anchor; `following` [D − 1, P, K] scores the tokens of depth d + 2
-    after candidate p of depth d + 1, with P = K, or P = 1 where all branches of a depth share their scores. Scores of −inf are
-    never drafted.
-    """
-
-    tokens: Ints
-    first: Floats
-    following: Floats
-
-    def __post_init__(self) -> None:
-        depths, width = self.tokens.shape
-        shared = self.following.shape[1] if self.following.ndim == 3 else 0
-        expected = (depths - 1, shared, width)
-        if (
-            self.first.shape != (width,)
-            or self.following.shape != expected
-            or (depths > 1 and shared not in (1, width))
-        ):
-            raise ValueError(
-                f"candidates of {depths} depths and width {width} need first [{width}] and following "
-                f"[{depths - 1}, 1 or {width}, {width}], not {self.first.shape} and {self.following.shape}"
-            )
-
-
 class Transitions(Protocol):
     """Scores of candidates after nodes of a growing tree, asked a depth at a time."""
 
@@ -58,10 +30,10 @@ class Transitions(Protocol):
 
 
 @dataclass(frozen=True)
-class CandidateBatch:
-    """What may follow the anchors of R requests: `Candidates` of all of them, with `following` asked while trees grow.
+class Candidates:
+    """What may follow the anchors of R requests: K tokens a depth and their log-probabilities; of −inf, they are never drafted.
 
-    `tokens` [R, D, K]; `first` [R, K].
+    `tokens` [R, D, K]; `first` [R, K] scores depth 1 after the anchor, `following` deeper ones while trees grow.
     """
 
     tokens: Ints
@@ -69,8 +41,10 @@ class CandidateBatch:
     following: Transitions
 
     @classmethod
-    def of_tables(cls, tokens: Ints, first: Floats, following: Floats) -> CandidateBatch:
-        """With all scores known beforehand: `following` [R, D − 1, P, K] as in `Candidates`."""
+    def of_tables(cls, tokens: Ints, first: Floats, following: Floats) -> Candidates:
+        """With all scores known beforehand: `following` [R, D − 1, P, K] scores the tokens of depth d + 2 after candidate p of
+        depth d + 1, with P = K, or P = 1 where all branches of a depth share their scores.
+        """
 
         def look_up(depth: int, owner: Ints, before: Ints, parents: Ints) -> Floats:
             table = following[:, depth - 2]
@@ -125,21 +99,8 @@ class DraftTree:
         return cls(np.array([anchor]), np.array([-1]), np.array([0]), np.zeros(1))
 
 
-def best_first_tree(anchor: int, candidates: Candidates, budget: int, max_depth: int) -> DraftTree:
-    """`best_first_trees` of a single request."""
-    return best_first_trees([anchor], [candidates], [budget], [max_depth])[0]
-
-
-def best_first_trees(
-    anchors: Sequence[int], candidates: Sequence[Candidates], budgets: Sequence[int], max_depths: Sequence[int]
-) -> list[DraftTree]:
-    """`grown_trees` of requests whose `candidates`, of the same shapes, are known beforehand."""
-    tables = zip(*((each.tokens, each.first, each.following) for each in candidates), strict=True)
-    return grown_trees(anchors, CandidateBatch.of_tables(*map(np.stack, tables)), budgets, max_depths)
-
-
 def grown_trees(
-    anchors: Sequence[int], candidates: CandidateBatch, budgets: Sequence[int], max_depths: Sequence[int]
+    anchors: Sequence[int], candidates: Candidates, budgets: Sequence[int], max_depths: Sequence[int]
 ) -> list[DraftTree]:
     """For each of R requests the `budget` most probable nodes (besides the anchor) that form a tree over its candidates.
 
@@ -177,7 +138,7 @@ def grown_trees(
 Level = tuple[Ints, NDArray[np.float64], Ints, Ints]
 
 
-def _grow(candidates: CandidateBatch, size: int, max_depths: Ints) -> tuple[list[Level], NDArray[np.float64]]:
+def _grow(candidates: Candidates, size: int, max_depths: Ints) -> tuple[list[Level], NDArray[np.float64]]:
     """The anchors, then a level a depth of the nodes that may be among the `size` best of their request.
 
     A level holds, in order of parent and rank, each node's request, score, parent (counted over all levels) and candidate.
