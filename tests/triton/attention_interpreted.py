@@ -48,6 +48,7 @@ def trees(*counts: int, seed: int = 0) -> list[list[int]]:
     return [reference.random_parents(n, generator) if n else [] for n in counts]
 
 
+@pytest.mark.usefixtures("ordered_dot")
 @every_dtype
 @few
 @given(st.data(), st.integers(0, 64))

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,23 @@ def interpret(record_property: Callable[[str, object], None]) -> Callable[..., N
         record_property("interpreted", int(passed[1]))
 
     return run
+
+
+@pytest.fixture
+def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tl.dot` of the interpreter adds up each element in the order of K, whatever the tile's shape.
+
+    It calls the host's BLAS, which picks another order for other shapes on some CPUs. With this, equal bits say what they are
+    meant to: that the kernel itself takes K in one order.
+    """
+    from triton.runtime import interpreter
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
+        left, right = (each.data.astype(d.data.dtype) for each in (a, b))
+        product = (left[..., :, :, None] * right[..., None, :, :]).sum(-2)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

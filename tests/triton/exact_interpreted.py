@@ -10,6 +10,8 @@ from torch import Tensor
 from jetflow_triton.exact_attention import SPAN
 from jetflow_triton.kernels.exact_attention import tree_attention_exact
 
+pytestmark = pytest.mark.usefixtures("ordered_dot")
+
 
 def attend(call: reference.Ragged) -> Tensor:
     return tree_attention_exact(*call.args()[:8])

@@ -130,6 +130,7 @@ def test_experts(dtype: torch.dtype, data: st.DataObject) -> None:
     assert torch.equal(result, moe_kernels.moe_experts(*args))
 
 
+@pytest.mark.usefixtures("ordered_dot")
 @every_dtype
 def test_a_token_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
     """At tiles of 16, 32 and 64 rows, which 1 … 300 tokens on 4 experts take."""

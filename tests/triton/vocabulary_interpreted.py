@@ -40,6 +40,7 @@ def test_linear(dtype: torch.dtype, rows: int, width: int, columns: int, biased:
     close(linear_kernels.linear(x, weight, bias), linear_twin(x, weight, bias))
 
 
+@pytest.mark.usefixtures("ordered_dot")
 @every_dtype
 def test_linear_gives_a_row_the_same_bits_at_any_number_of_rows(dtype: torch.dtype) -> None:
     x, weight = torch.randn(300, 200).to(dtype), torch.randn(72, 200).to(dtype) / 10
