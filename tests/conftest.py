@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# The tensors are tiny, so threads would only wait for each other; and child processes of one thread must give the same bits.
+torch.set_num_threads(1)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

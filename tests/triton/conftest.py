@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "scripts")]  # helpers, and the GPU check under test
-torch.set_num_threads(1)  # the tensors are tiny, so threads would only wait for each other
 
 
 @pytest.fixture
