@@ -63,19 +63,28 @@ class Poisoned:
         self.store.follow()
 
 
+def thread_names() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def scenarios(folder: Path, ranks: Ranks) -> None:
+    for name, changes in SCENARIOS.items():
+        run = trainer(folder / name, changes, name == "online", ranks)
+        run.run()
+        torch.save(weights(run), folder / name / f"weights-{ranks.rank}.pt")
+    run = trainer(folder / "shared", SCENARIOS["shared"], False, ranks)
+    draws, _ = run.order.draw(run.position)
+    run.store = Poisoned(run.store, draws[1].row)
+    run.step()
+
+
 def main(folder: Path) -> None:
-    with joined("cpu") as ranks:
-        for name, changes in SCENARIOS.items():
-            run = trainer(folder / name, changes, name == "online", ranks)
-            run.run()
-            torch.save(weights(run), folder / name / f"weights-{ranks.rank}.pt")
-        run = trainer(folder / "shared", SCENARIOS["shared"], False, ranks)
-        draws, _ = run.order.draw(run.position)
-        run.store = Poisoned(run.store, draws[1].row)
-        try:
-            run.step()
-        except ValueError as error:
-            (folder / f"error-{ranks.rank}").write_text(str(error))
+    try:
+        with joined("cpu") as ranks:
+            scenarios(folder, ranks)
+    except ValueError as error:
+        (folder / f"error-{ranks.rank}").write_text(str(error))
+    (folder / f"threads-{ranks.rank}").write_text(" ".join(thread_names()))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,12 @@ def test_only_the_first_rank_writes(two_ranks: Path) -> None:
     assert {path.name for path in run.iterdir()} == {"metrics.jsonl", "checkpoint-00000003.pt", "head", "best"}
 
 
+def test_no_thread_of_the_process_group_outlives_it(two_ranks: Path) -> None:
+    # One that still has a tensor to free when Python exits would abort the process.
+    for rank in (0, 1):
+        assert "gloo" not in (two_ranks / f"threads-{rank}").read_text()
+
+
 @given(counts=st.lists(st.integers(1, 32), max_size=12), parts=st.integers(1, 5))
 def test_every_document_is_dealt_once_and_evenly(counts: list[int], parts: int) -> None:
     dealt = deal(counts, parts)
@@ -99,5 +105,6 @@ def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
     }  # fmt: skip
     done = torchrun("-m", "jetflow_train", "head", *(text for k, v in options.items() for text in (f"--{k}", str(v))))
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     assert done.stdout.count(f"head: {tmp_path / 'run' / 'head'}") == 1
     assert (tmp_path / "run" / "head" / "model.safetensors").exists()

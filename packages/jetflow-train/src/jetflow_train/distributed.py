@@ -8,6 +8,8 @@ The frozen target, which every rank needs for features, is sharded layer by laye
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_node_local_rank
 from torch.distributed.fsdp import fully_shard
 
@@ -27,11 +29,12 @@ PATIENCE = timedelta(hours=2)  # how long ranks wait for one that evaluates or w
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `world` of them; alone by default. `local` counts on this machine."""
+    """This process among `world` of them; alone by default. `local` counts on this machine; `mesh` is what FSDP2 shards over."""
 
     rank: int = 0
     world: int = 1
     local: int = 0
+    mesh: DeviceMesh | None = None
 
     @property
     def leads(self) -> bool:
@@ -54,7 +57,7 @@ class Ranks:
         """Replace each tensor by the first rank's."""
         if self.world > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor.detach(), 0)
 
     def agree(self, value: float) -> float:
         """The first rank's `value`."""
@@ -84,8 +87,26 @@ def joined(device: str) -> Generator[Ranks]:
     if cuda:
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
-    yield Ranks(dist.get_rank(), dist.get_world_size(), local)
-    dist.destroy_process_group()  # after an error torchrun ends the other ranks, which may not come here
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), local, mesh)
+    except BaseException as error:
+        if not cuda:  # NCCL could wait here for ranks that do not come; torchrun ends them
+            traceback.clear_frames(error.__traceback__)
+            _leave(mesh)
+        raise
+    _leave(mesh)
+
+
+def _leave(mesh: DeviceMesh) -> None:
+    """End the process group and its threads: one that still frees a tensor while Python exits would abort the process.
+
+    The threads end with the last reference to the group. A sharded model, which is cyclic garbage by now, has some, and so
+    has the mesh (since torch 2.12), which DTensor's caches keep for good.
+    """
+    vars(mesh).get("_pg_registry", {}).clear()
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def launched() -> bool:
@@ -104,11 +125,9 @@ class SharedTarget:
         self._model, self._ranks = model, ranks
         self._following = False
         if ranks.world > 1:
-            mesh = init_device_mesh(model.embed.device.type, (ranks.world,))
             for layer in model.layers:
-                fully_shard(
-                    layer, mesh=mesh, reshard_after_forward=True
-                )  # each layer is a root, which would stay whole
+                # Each layer is a root, which by default would stay whole after its pass.
+                fully_shard(layer, mesh=ranks.mesh, reshard_after_forward=True)
             model.register_forward_pre_hook(self._announce)
 
     def _announce(self, *_: object) -> None:
