@@ -229,6 +229,21 @@ def test_second_order_goes_on_from_first_order_as_if_nothing_had_changed(tmp_pat
     assert second.head.pairwise.before.dense.any()
 
 
+def test_wider_conditioning_goes_on_from_a_narrower_one_as_if_nothing_had_changed(tmp_path: Path) -> None:
+    first = trainer(tmp_path, steps=3)
+    first.run()
+    stored = first.output / "head"
+    wider = trainer(tmp_path, steps=3, init=str(stored), pairwise_size=13, output="elsewhere")
+    same = trainer(tmp_path, steps=3, init=str(stored), output="same")
+    hidden, tokens = torch.randn(4, 32), torch.arange(4)
+    corrected = same.head.condition(hidden, tokens, tokens + 20)
+    assert not torch.equal(corrected, hidden)
+    torch.testing.assert_close(wider.head.condition(hidden, tokens, tokens + 20), corrected)
+    wider.step()
+    assert wider.head.pairwise is not None
+    assert wider.head.pairwise.down.dense[:, 8:].any(), "new units learn"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

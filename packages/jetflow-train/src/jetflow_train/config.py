@@ -107,7 +107,8 @@ class HeadOptions:
     draft_vocab_size: int | None = _option(8192, "score only the most frequent tokens; none scores all")
     mask_token_id: int | None = _option(None, "target id that marks mask slots (default: the table's last row)")
     init: str | None = _option(
-        None, "folder or hub id of a head of the same shape to start from, with its draft vocabulary"
+        None,
+        "folder or hub id of a head to start from, with its draft vocabulary: of the same shape, or with narrower conditioning",
     )
     learned_mask: bool = _option(True, "learn an embedding for mask slots instead of using the target's row")
     # The objective.

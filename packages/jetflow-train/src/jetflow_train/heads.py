@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
+from torch import Tensor
 
 from jetflow_core.config import HeadConfig, ModelConfig, default_tap_layers
 from jetflow_core.eagle import EagleHead
 from jetflow_core.eagle_config import EagleConfig
-from jetflow_core.head import DraftHead
+from jetflow_core.head import DraftHead, PairwiseMLP
 from jetflow_core.heads import Head, load_head
 from jetflow_core.layers import has_native_bfloat16
 from jetflow_core.model import Decoder
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, frequent_tokens
 
+GROWING = ("pairwise_order", "pairwise_size")  # what may be more than in the head that a training starts from
 EXPANDED = 8  # nodes of a level that an EAGLE head's tree goes on from
 
 
@@ -106,7 +108,8 @@ def continued_head(
 ) -> Head:
     """The head of folder or hub id `path`, with its own draft vocabulary, to be trained on.
 
-    Conditioning of order 2 may start from a head of order 1: what it adds starts at zero, so the head first drafts as that one.
+    Conditioning may be of a higher order or wider than that head's: what it adds starts at zero, so the head first drafts as
+    that one.
 
     Raises ValueError naming what differs when it is not of the shape `config`.
     """
@@ -116,7 +119,7 @@ def continued_head(
     differing: list[str] = []
     for each in fields(config):
         had, wanted = getattr(stored.config, each.name), getattr(config, each.name)
-        if each.name == "pairwise_order" and had < wanted and isinstance(stored, DraftHead) and stored.pairwise:
+        if each.name in GROWING and had < wanted and isinstance(stored, DraftHead) and stored.pairwise:
             continue
         if had != wanted and each.name not in (
             "rope",
@@ -126,12 +129,34 @@ def continued_head(
             differing.append(f"{each.name} = {had!r}, this run makes {wanted!r}")
     if differing:
         raise ValueError(f"init {path}: that head has {'; '.join(differing)}; change the options or the head")
-    head = _empty_head(model, config, stored.draft_vocab, dtype).to(model.embed.device, dtype)
+    head = _empty_head(model, config, stored.draft_vocab, dtype)
     weights = stored.state_dict()
-    if isinstance(head, DraftHead) and head.pairwise is not None and head.pairwise.before is not None:
-        weights = {"pairwise.before.weight": torch.zeros_like(head.pairwise.before.dense)} | weights
+    if isinstance(head, DraftHead) and head.pairwise is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            head.reset_parameters()
+        weights |= _grown(head.pairwise, weights)
     head.load_state_dict(weights)
-    return head.float_tables()
+    return head.to(model.embed.device, dtype).float_tables()
+
+
+def _grown(pairwise: PairwiseMLP, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` of a conditioning MLP that may have fewer inner units and no `before`, in the shapes of `pairwise`.
+
+    New inner units have the initial weights of `pairwise`, which do not reach its output yet; a new `before` is zero.
+    """
+    grown: dict[str, Tensor] = {}
+    for name, initial in pairwise.state_dict().items():
+        had, value = weights.get(f"pairwise.{name}"), initial.clone()
+        if had is None:
+            value.zero_()
+        elif name == "down.weight":
+            value[:, : had.shape[1]] = had
+        else:  # rows of a gate and rows of what it gates; or a norm, which does not grow
+            gates = 2 if value.dim() == 2 else 1
+            value.unflatten(0, (gates, -1))[:, : len(had) // gates] = had.unflatten(0, (gates, -1))
+        grown[f"pairwise.{name}"] = value
+    return grown
 
 
 def set_draft_temperature(head: Head, temperature: float) -> None:
