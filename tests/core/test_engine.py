@@ -275,6 +275,12 @@ def test_generation_up_to_the_last_position() -> None:
     assert done.finish_reason == "length"
 
 
+@pytest.mark.parametrize("changes", [{"num_pages": 10**12}, {"num_pages": 2, "page_size": 10**17}])
+def test_a_cache_that_no_memory_holds_is_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"GiB, which cannot be had here: lower num_pages"):
+        Engine(tiny_model(), config=EngineConfig(**changes))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("field", ["budget", "page_size", "max_running", "num_pages", "max_model_len", "candidates"])
 def test_bad_engine_limits_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=field):

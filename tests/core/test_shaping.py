@@ -61,6 +61,14 @@ def test_the_temperature_takes_a_root_of_every_probability_before_the_cut() -> N
     assert len(draft(Shaping(temperature=2.0, cutoff=0.3))) == len(draft(Shaping(cutoff=0.09)))
 
 
+def test_scores_stay_finite_under_a_temperature_near_zero() -> None:
+    tree = draft(Shaping(temperature=1e-320))
+    assert np.isfinite(tree.scores).all()
+    assert (np.diff(tree.scores) <= 0).all()
+    assert len(tree) == len(draft(Shaping()))
+    assert len(draft(Shaping(temperature=1e-320, cutoff=1e-9))) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,13 +13,21 @@ import jetflow_triton as ops
 class KVCache:
     """`pages` [layers, 2, blocks, page, Hk, D]: keys and values of all layers, addressed by block tables.
 
-    Memory is not cleared: no slot is read before it has been written.
+    Memory is not cleared: no slot is read before it has been written. Raises ValueError where there is not enough of it.
     """
 
     def __init__(
         self, layers: int, blocks: int, page: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.pages = torch.empty(layers, 2, blocks, page, heads, head_dim, dtype=dtype, device=device)
+        shape = layers, 2, blocks, page, heads, head_dim
+        try:
+            self.pages = torch.empty(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # also of a size that no integer holds
+            size = blocks * page * self.bytes_per_slot(layers, heads, head_dim, dtype) / 2**30
+            raise ValueError(
+                f"{blocks} pages of {page} tokens take {size:,.1f} GiB, which cannot be had here: lower num_pages, page_size or "
+                "cache_gib"
+            ) from error
         self.layers = [(keys, values) for keys, values in self.pages]
 
     @staticmethod

@@ -11,6 +11,8 @@ import numpy as np
 from jetflow_core.drafter import Committed, Drafter, DraftJob
 from jetflow_core.tree import DraftTree
 
+LEAST = -1e6  # a log-probability is no less: a tiny temperature would make some that no float holds
+
 
 @dataclass(frozen=True)
 class Shaping:
@@ -42,7 +44,8 @@ class Shaping:
     def apply(self, tree: DraftTree) -> DraftTree:
         """A ranked tree with calibrated scores, up to the cut-off."""
         if self.temperature != 1:
-            tree = replace(tree, scores=tree.scores / self.temperature)
+            scores = np.maximum(tree.scores, LEAST * self.temperature) / self.temperature
+            tree = replace(tree, scores=scores)
         if self.cutoff > 0:  # scores fall in order of rank
             tree = tree.cut(int(np.count_nonzero(tree.scores[1:] >= math.log(self.cutoff))))
         return tree
