@@ -248,9 +248,10 @@ def test_files_and_numbers_that_are_wrong(run: Runner, tmp_path: Path) -> None:
     assert (status, "there is no file" in err) == (2, True)
     status, _, err = run("--data", str(tmp_path / "small.jsonl"), str(tmp_path / "small.jsonl"))
     assert (status, "two files of one name" in err) == (2, True)
-    for text in ("8;16", "8,,16", "", "-1", "²"):
-        with pytest.raises(ValueError, match=r"--batch .* 8,16,32"):
+    for text in ("8;16", "8,,16", "", "-1", "²", "9" * 5000):
+        with pytest.raises(ValueError, match=r"--batch .* 8,16,32") as caught:
             workload.parse_numbers("--batch", text)
+        assert len(str(caught.value)) < 200
     assert workload.parse_numbers("--budgets", "8,16,8, 0") == [8, 16, 0]
 
 
@@ -264,15 +265,69 @@ def test_files_and_numbers_that_are_wrong(run: Runner, tmp_path: Path) -> None:
         ('{"turns": [""]}', "line 1"),
         ('{"turns": "hello"}', "line 1"),
         ("[]", "line 1"),
+        ("\udcff", "line 1: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ("9" * 5000, "line 1: not JSON"),
+        ('{"turns": ["hi"], "id": 1}\n{"turns": ["ho"], "id": "1"}', "line 2: an earlier row has the id 1 too"),
+        ('{"turns": ["\\ud800"], "id": "s/1"}', "bad, prompt s/1: text holds a lone surrogate"),
         ('{"turns": ["' + "x" * 300 + '"], "id": "long/1"}', "prompt long/1: AR, budget 0: the prompt has"),
     ],
 )
 def test_bad_prompt_files(content: str, message: str, run: Runner, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text(content)
+    path.write_text(content, errors="surrogateescape")
     status, _, err = run("--data", str(path), "--head", "causal", "--budgets", "4")
-    assert status == 2
+    assert (status, err.count("\n")) == (2, 1)
     assert message in err
+
+
+def test_rows_without_an_id_are_named_after_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "bare.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"turns": ["hi"]}\r\n\n{"turns": ["ho", "and"], "id": null}')
+    assert workload.read_workload(path, 9).prompts == [(f"{path}, line 1", "hi"), (f"{path}, line 3", "ho")]
+
+
+@pytest.mark.parametrize("option", ["--json", "--markdown", "--trace", "--plot"])
+def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
+    option: str, run: Runner, loads: list[tuple[str | None, EngineConfig]], tmp_path: Path
+) -> None:
+    for path in (tmp_path / "none" / "out", tmp_path):
+        if option != "--plot" or path != tmp_path:  # a folder can be a prefix
+            status, _, err = run("--head", "causal", "--budgets", "4", option, str(path))
+            assert (status, err.count("\n")) == (2, 1)
+            assert f"{option} {path}" in err
+            assert "cannot be written" in err
+    assert not loads
+    kept = tmp_path / "kept"
+    kept.write_text("before")
+    workload.check_outputs({"--json": str(kept), "--trace": str(tmp_path / "new"), "--markdown": None})
+    assert kept.read_text() == "before"
+    assert not (tmp_path / "new").exists()
+
+
+def test_budgets_that_no_pass_holds_are_refused(run: Runner) -> None:
+    status, _, err = run("--head", "causal", "--budgets", "8,64", "--max-batch-tokens", "64")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--budgets 64: a target pass takes 64 tokens, so 63 nodes" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--validate"],
+        ["--shape", "qwen3-8b"],
+        ["--device-profile", "h100"],
+        ["--save-profile", "here.json"],
+        ["--batch", "1"],
+        ["--context", "9"],
+        ["--kernels", "floor"],
+        ["--host-ms", "1"],
+    ],
+)
+def test_options_of_a_simulation_need_one(arguments: list[str], run: Runner) -> None:
+    status, _, err = run("--head", "causal", *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"{arguments[0]} belongs to --simulate" in err
 
 
 def test_the_default_method_is_named_after_its_drafter(run: Runner) -> None:

@@ -233,6 +233,10 @@ def test_mistakes_are_one_line(data: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert (status, err.count("\n")) == (2, 1)
     assert "matplotlib" in err
     monkeypatch.undo()
+    for arguments in (["--json", "none/out"], ["--plot", "none/out.svg"], ["--plot", "out.txt"]):
+        status, _, err = run(capsys, "--data", str(data), *arguments)
+        assert (status, err.count("\n")) == (2, 1)
+        assert " ".join(arguments) in err
     status, _, err = run(capsys, "--data", str(data), "--url", "http://127.0.0.1:9")
     assert (status, err.count("\n")) == (2, 1)
     assert "every request failed" in err or "cannot be reached" in err

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from jetflow_core.sampling import SamplingParams
 from jetflow_serve.bench_plot import draw, draw_replays
-from jetflow_serve.bench_report import require_matplotlib
 from jetflow_serve.bench_table import Replay, Row, markdown, replay, replay_markdown, summarise
-from jetflow_serve.choice import ModelChoice, choose_model
+from jetflow_serve.choice import ModelChoice, check_budgets, choose_model
 from jetflow_serve.flips import Flip, excused, find_flip
 from jetflow_serve.host import describe
 from jetflow_serve.measure import Run, timed_run, warm_up
 from jetflow_serve.methods import BASELINE, Method, load_methods, parse_methods
 from jetflow_serve.trace import Trace, write_traces
 from jetflow_serve.trace_recorder import record_trace
-from jetflow_serve.workload import Workload, parse_numbers, read_workload
+from jetflow_serve.workload import Workload, check_outputs, check_plot, parse_numbers, read_workload
 
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM
@@ -53,8 +52,8 @@ def bench(options: Namespace, write: Callable[[str], None], progress: Callable[[
     workloads = [read_workload(Path(path), options.prompts) for path in options.data]
     if len({workload.name for workload in workloads}) < len(workloads):
         raise ValueError("--data names two files of one name, which is the workload's: rename one of them")
-    if options.plot:
-        require_matplotlib()
+    check_outputs({"--json": options.json, "--markdown": options.markdown, "--trace": options.trace})
+    check_plot("--plot", None if options.plot is None else f"{options.plot}-speedup.png")
     choice, plan = _plan(options)
     baseline, others = load_methods(choice, options, plan.methods)
     contenders = [Contender(method.name, llm) for method, llm in zip(plan.methods, others, strict=True)]
@@ -96,7 +95,7 @@ def measure(
     """A row for the baseline and one for each contender and budget; the runs of a prompt alternate, in an order that rotates."""
     order = [(BASELINE, baseline, 0), *((each.name, each.llm, b) for each in contenders for b in plan.budgets)]
     runs: dict[tuple[str, int], list[Run]] = {(name, budget): [] for name, _, budget in order}
-    prompts = _prompts(baseline, workload)
+    prompts = workload.encoded(baseline.tokenizer)
     for number, (name, prompt) in enumerate(prompts):
         for repeat in range(plan.repeats):
             shift = (number + repeat) % len(order)
@@ -121,7 +120,7 @@ def record(
     """A trace of every prompt and contender, with trees of the largest budget."""
     traces: list[Trace] = []
     for contender in contenders:
-        for number, (name, prompt) in enumerate(prompts := _prompts(contender.llm, workload)):
+        for number, (name, prompt) in enumerate(prompts := workload.encoded(contender.llm.tokenizer)):
             try:
                 traces.append(
                     record_trace(
@@ -137,6 +136,7 @@ def record(
 def _plan(options: Namespace) -> tuple[ModelChoice, Plan]:
     """What the command line asks for. Raises ValueError where that compares nothing."""
     budgets = [budget for budget in parse_numbers("--budgets", options.budgets) if budget > 0]
+    check_budgets(budgets, options)
     named = parse_methods(options.method)
     least = None if named else max(budgets, default=0)
     choice = choose_model(options.model, options.head, least, None, options.drafter)
@@ -147,11 +147,6 @@ def _plan(options: Namespace) -> tuple[ModelChoice, Plan]:
     seed = secrets.randbits(31) if options.seed is None else options.seed  # every run of a prompt needs the same one
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
     return choice, Plan(methods, budgets, params, options.repeats)
-
-
-def _prompts(llm: LLM, workload: Workload) -> list[tuple[str, list[int]]]:
-    """(name, token ids) of every prompt."""
-    return [(name, llm.tokenizer.encode_chat([{"role": "user", "content": text}])) for name, text in workload.prompts]
 
 
 def _flips(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,12 +162,6 @@ def envelope(rows: Sequence[Row]) -> list[str]:
             ratio = auto.tokens_per_second / best.tokens_per_second
             lines.append(f"Load {auto.load}: auto has {ratio:.2f} of the best fixed budget, {best.budget}.")
     return ["", *lines] if lines else []
-
-
-def require_matplotlib() -> None:
-    """Raise ValueError where plots cannot be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: install jetflow-serve[plots], or leave --plot out")
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:

@@ -23,7 +23,7 @@ from jetflow_core.heads import Head
 from jetflow_core.model import Decoder
 from jetflow_core.tokenizer import Tokenizer
 from jetflow_serve.app import ServerSettings, create_app
-from jetflow_serve.bench_report import Measured, Row, draw, markdown, measured, require_matplotlib, summarise
+from jetflow_serve.bench_report import Measured, Row, draw, markdown, measured, summarise
 from jetflow_serve.choice import choose_model
 from jetflow_serve.choice import load as load_llm
 from jetflow_serve.host import describe
@@ -31,7 +31,7 @@ from jetflow_serve.load_client import Answer, Target, run_load
 from jetflow_serve.measure import warm_up
 from jetflow_serve.server import Server, bind
 from jetflow_serve.service import EngineService
-from jetflow_serve.workload import parse_numbers, read_workload
+from jetflow_serve.workload import check_outputs, check_plot, parse_numbers, read_workload
 
 SERVED = "as served"  # the one configuration of a server that is not ours to configure
 QUEUE = 4096
@@ -129,8 +129,8 @@ def bench_serve(options: Namespace, write: Callable[[str], None], progress: Call
 
     Status 1 when an answer in float32 is not the one of budget 0. Raises ValueError for bad files or options.
     """
-    if options.plot:
-        require_matplotlib()
+    check_outputs({"--json": options.json})
+    check_plot("--plot", options.plot)
     rows = [read_workload(Path(path), options.prompts) for path in options.data]
     work = Work(
         [text for workload in rows for _, text in workload.prompts],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,16 @@ def engine_config(choice: ModelChoice, options: Namespace) -> EngineConfig:
     """The budget and drafter of `choice` with the command line's limits. Raises ValueError for values out of range."""
     given = {name: getattr(options, name) for name in ENGINE_OPTIONS if getattr(options, name) is not None}
     return EngineConfig(budget=choice.budget, drafter=choice.drafter, **given)
+
+
+def check_budgets(budgets: Sequence[int], options: Namespace) -> None:
+    """Raise ValueError for `--budgets` beyond what one target pass of the engine takes, which would silently be cut."""
+    tokens = options.max_batch_tokens or EngineConfig.max_batch_tokens
+    if max(budgets, default=0) >= tokens:
+        raise ValueError(
+            f"--budgets {max(budgets)}: a target pass takes {tokens} tokens, so {tokens - 1} nodes beside the anchor at most; "
+            "lower it, or raise --max-batch-tokens"
+        )
 
 
 def load(choice: ModelChoice, options: Namespace) -> LLM:

@@ -17,6 +17,10 @@ Without a command it serves: `jetflow-serve` alone starts the demo model on http
 `jetflow-serve --port 9000` is `jetflow-serve serve --port 9000`."""
 
 DEFAULT_BUDGETS = "8,16,32"  # of bench
+# Options that only some kinds of `bench` read: measurements, predictions, and both predictions and their validation.
+MEASURED = ("repeats", "tau_only", "trace", "temperature", "seed")
+PREDICTED = ("shape", "batch", "context", "plot")
+SIMULATED = ("shape", "batch", "context", "device_profile", "kernels", "host_ms", "save_profile", "validate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +63,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _run_bench(options: argparse.Namespace) -> int:
     """Measure, or with `--simulate` predict."""
+    _refuse_unread(options)
     if options.simulate is not None:
         from jetflow_serve.simulate import simulate  # noqa: PLC0415
 
@@ -67,8 +72,22 @@ def _run_bench(options: argparse.Namespace) -> int:
         raise ValueError("bench measures prompts: name their files with --data (only --simulate does without)")
     from jetflow_serve.bench import bench  # noqa: PLC0415
 
-    options.budgets = options.budgets or DEFAULT_BUDGETS
+    options.budgets = DEFAULT_BUDGETS if options.budgets is None else options.budgets
     return bench(options, _write, _write_progress)
+
+
+def _refuse_unread(options: argparse.Namespace) -> None:
+    """Raise ValueError for an option of `bench` that has been given and that what is asked for does not read."""
+    if options.simulate is None:
+        reason, unread = "belongs to --simulate TRACE.jsonl: name a trace, or leave it out", SIMULATED
+    elif options.validate:
+        reason, unread = "does nothing with --validate: leave it out", (*MEASURED, *PREDICTED)
+    else:
+        reason, unread = "does nothing with --simulate: leave it out", (*MEASURED, "data")
+    defaults = build_parser().parse_args(["bench"])
+    for name in unread:
+        if getattr(options, name) != getattr(defaults, name):
+            raise ValueError(f"--{name.replace('_', '-')} {reason}")
 
 
 def _write(text: str) -> None:

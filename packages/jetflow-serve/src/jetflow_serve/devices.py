@@ -119,6 +119,8 @@ class Measured:
         prices = self.per_call, self.per_byte, self.per_score, self.draft_host
         if not all(0 <= seconds < math.inf for seconds in prices):
             raise ValueError("per_call, per_byte, per_score and draft_host must be seconds, 0 or more")
+        if self.memory is not None and not self.memory > 0:
+            raise ValueError("memory must be bytes above 0, or null")
 
     def seconds(self, call: Call) -> float:
         cost = call.cost
@@ -156,8 +158,10 @@ def find_device(name: str, kernels: Kernels) -> Device:
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
         return Measured(**data | {key: tuple(data[key]) for key in ("rows", "product_flops")})
-    except (TypeError, KeyError, ValueError) as error:  # JSONDecodeError is one
-        raise ValueError(f"{path} is not a device profile: {error}") from error
+    except (TypeError, KeyError, ValueError, RecursionError) as error:  # JSONDecodeError is a ValueError
+        raise ValueError(
+            f"{path} is not a device profile: {error}; make one with --device-profile here --save-profile"
+        ) from error
 
 
 def save_profile(device: Measured, path: Path) -> None:

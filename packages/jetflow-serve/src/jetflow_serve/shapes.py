@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetflow_triton.roofline import QWEN3_8B, QWEN3_30B_A3B, Load, Model
@@ -118,14 +117,12 @@ SHAPES = {
 
 def named_shape(name: str, head: str | None) -> Shape:
     """The shape called `name`, with the head in the folder `head` instead of its own. Raises ValueError."""
-    from jetflow_core.weights import open_head  # noqa: PLC0415 - reads checkpoints, which most shapes need not
-
     if name not in SHAPES:
         raise ValueError(f"there is no shape {name!r}: use {', '.join(SHAPES)}, or --model with a checkpoint")
     shape = SHAPES[name]
     if head is None:
         return shape
-    config = open_head(head)[0]
+    config = _read_head(head)
     if config.target_hidden_size != shape.stacks[0].hidden:
         raise ValueError(
             f"draft head {head} is for a target of hidden size {config.target_hidden_size}, {shape.name} has "
@@ -136,10 +133,20 @@ def named_shape(name: str, head: str | None) -> Shape:
 
 def read_shape(model: str, head: str | None, name: str) -> Shape:
     """The shape of a checkpoint and its head, whose weights are not read. Raises ValueError as opening them does."""
-    from jetflow_core.weights import open_checkpoint, open_head  # noqa: PLC0415
+    from jetflow_core.weights import open_checkpoint  # noqa: PLC0415 - reads checkpoints, which most shapes need not
 
-    config = open_checkpoint(Path(model) if Path(model).exists() else model).config
-    return shape_of(config, None if head is None else open_head(head)[0], name)
+    return shape_of(open_checkpoint(model).config, None if head is None else _read_head(head), name)
+
+
+def _read_head(head: str) -> HeadConfig:
+    """The configuration of a parallel head. Raises ValueError as opening it does, and for a head of another kind."""
+    from jetflow_core.weights import head_folder, open_head  # noqa: PLC0415
+
+    if "eagle_config" in head_folder(head)[1]:
+        raise ValueError(
+            f"{head} is an EAGLE head, which drafts with a pass a depth; the step model knows parallel heads only: name another"
+        )
+    return open_head(head)[0]
 
 
 def _layer_parameters(model: Model) -> int:

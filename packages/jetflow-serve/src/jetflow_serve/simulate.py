@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jetflow_serve.bench_report import require_matplotlib
 from jetflow_serve.calibrate import Calibration
 from jetflow_serve.choice import choose_model, load
 from jetflow_serve.devices import Device, find_device, save_profile, step_seconds
@@ -20,7 +19,7 @@ from jetflow_serve.simulate_report import draw, markdown
 from jetflow_serve.step_model import Call, decode_step
 from jetflow_serve.trace import Trace, read_traces
 from jetflow_serve.validation import validate
-from jetflow_serve.workload import parse_numbers
+from jetflow_serve.workload import check_outputs, check_plot, parse_numbers
 from jetflow_triton.roofline import Load
 
 HEADLESS = ("lookup",)  # methods that draft on the host alone
@@ -65,6 +64,14 @@ def simulate(options: Namespace, write: Callable[[str], None], progress: Callabl
         raise ValueError(
             f"--simulate predicts one method at a time, not {', '.join(options.method)}: give one --method"
         )
+    check_outputs({"--json": options.json, "--markdown": options.markdown, "--save-profile": options.save_profile})
+    check_plot("--plot", options.plot)
+    if options.device_profile is None:
+        options.device_profile = "here" if options.validate else "h200"
+    if options.save_profile and options.device_profile != "here":
+        raise ValueError(
+            f"--save-profile keeps a calibration of this machine, not {options.device_profile}: use --device-profile here"
+        )
     traces = select(read_traces(Path(options.simulate)), next(iter(options.method), None))
     if options.validate:
         if traces[0].method in HEADLESS:
@@ -72,8 +79,6 @@ def simulate(options: Namespace, write: Callable[[str], None], progress: Callabl
                 f"--validate measures a draft head, and {traces[0].method} has none: choose another --method"
             )
         return validate(traces, options, write, progress)
-    if options.plot:
-        require_matplotlib()
     numbers = {name: parse_numbers(f"--{name}", getattr(options, name)) for name in ("batch", "context")}
     if 0 in numbers["batch"]:
         raise ValueError("--batch 0: use 1 or more")
@@ -82,15 +87,18 @@ def simulate(options: Namespace, write: Callable[[str], None], progress: Callabl
     shape = choose_shape(options, traces[0].method)
     device = choose_device(options, progress)
     rows = list(predict(device, shape, accepted, numbers["batch"], numbers["context"], options.host_ms / 1e3))
-    write(markdown(device, shape, traces, accepted, rows, options.host_ms) + "\n")
+    text = markdown(device, shape, traces, accepted, rows, options.host_ms) + "\n"
+    write(text)
+    if options.markdown:
+        Path(options.markdown).write_text(text, encoding="utf-8")
     if options.plot:
         draw(rows, Path(options.plot), f"{shape.name} on {device.name}, acceptance of {traces[0].method}")
     if options.json:
         facts = {"shape": asdict(shape), "device": {"name": device.name, "source": device.source}}
         settings = {"trace": options.simulate, "method": traces[0].method, "host_ms": options.host_ms}
         result = facts | {"settings": settings, "acceptance": [asdict(each) for each in accepted]}
-        text = json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=2)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        result |= {"rows": [asdict(row) for row in rows]}
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -143,9 +151,8 @@ def choose_shape(options: Namespace, method: str) -> Shape:
 
 def choose_device(options: Namespace, progress: Callable[[str], None]) -> Device:
     """The named device, or this machine after a calibration with the options' model and head."""
-    name = options.device_profile or "h200"
-    if name != "here":
-        return find_device(name, options.kernels)
+    if options.device_profile != "here":
+        return find_device(options.device_profile, options.kernels)
     choice = choose_model(options.model, options.head, None, None, options.drafter or "head")
     calibration = Calibration(load(choice, options), choice.name)
     for number in range(CALIBRATION_ROUNDS):

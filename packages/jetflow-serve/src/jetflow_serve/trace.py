@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jetflow_serve.workload import json_lines
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -115,16 +117,12 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
 
 def read_traces(path: Path) -> list[Trace]:
     """The traces of a file that `write_traces` has written. Raises ValueError that names file and line."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
     traces: list[Trace] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    traces.append(_trace(json.loads(line)))
-                except ValueError as error:  # JSONDecodeError is one
-                    raise ValueError(f"{path}, line {number}: not an acceptance trace: {error}") from error
+    for where, row in json_lines(path):
+        try:
+            traces.append(_trace(row))
+        except ValueError as error:
+            raise ValueError(f"{where}: not an acceptance trace: {error}") from error
     if not traces:
         raise ValueError(f"{path} has no traces")
     return traces

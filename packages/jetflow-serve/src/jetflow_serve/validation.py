@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jetflow_core.sampling import SamplingParams
 from jetflow_serve.calibrate import Calibration
-from jetflow_serve.choice import choose_model, load
+from jetflow_serve.choice import check_budgets, choose_model, load
 from jetflow_serve.devices import Device, find_device, save_profile, step_seconds
 from jetflow_serve.host import describe
 from jetflow_serve.measure import Run, timed_run, warm_up
@@ -27,6 +27,8 @@ from jetflow_serve.workload import parse_numbers, read_workload
 if TYPE_CHECKING:
     from jetflow_core.llm import LLM
     from jetflow_serve.shapes import Shape
+
+DEFAULT_BUDGETS = "8,16,32,64"
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,13 @@ def validate(
     """Measure the traced prompts of `--data` beside their predictions. Raises ValueError for bad files or options."""
     if not options.data:
         raise ValueError("--validate measures the prompts of the trace again: name their files with --data")
-    budgets = sorted({0, *parse_numbers("--budgets", options.budgets or "8,16,32,64")})
+    budgets = sorted({0, *parse_numbers("--budgets", DEFAULT_BUDGETS if options.budgets is None else options.budgets)})
+    check_budgets(budgets, options)
     pairs = match(traces, options.data, options.prompts)
     for trace, _ in pairs:
         trace.steps(budgets[-1])  # a budget above the recorded one is refused before anything is measured
-    name = options.device_profile or "here"
-    fixed = None if name == "here" else find_device(name, options.kernels)
+    here = options.device_profile == "here"
+    fixed = None if here else find_device(options.device_profile, options.kernels)
     choice = choose_model(options.model, options.head, budgets[-1], None, options.drafter or "head")
     llm = load(choice, options)
     calibration = Calibration(llm, choice.name)
@@ -95,8 +98,11 @@ def validate(
     device = calibration.device() if fixed is None else fixed
     rows = compare(device, calibration.shape, [trace for trace, _ in pairs], measured, options.host_ms / 1e3)
     facts = {"model": choice.name, "head": choice.head or "none", **describe(llm)}
-    write("".join(f"{name}: {value}\n" for name, value in facts.items()) + "\n" + markdown(rows, device) + "\n")
-    if options.save_profile and fixed is None:
+    text = "".join(f"{name}: {value}\n" for name, value in facts.items()) + "\n" + markdown(rows, device) + "\n"
+    write(text)
+    if options.markdown:
+        Path(options.markdown).write_text(text, encoding="utf-8")
+    if options.save_profile:
         save_profile(calibration.device(), Path(options.save_profile))
     if options.json:
         result = {"host": facts, "device": device.source, "prompts": len(pairs), "rows": [asdict(row) for row in rows]}
@@ -175,15 +181,22 @@ def markdown(rows: Sequence[Comparison], device: Device) -> str:
 
 
 def _measure(llm: LLM, trace: Trace, text: str, budget: int) -> Decode:
+    try:
+        return _decode(llm, trace, text, budget)
+    except ValueError as error:
+        raise ValueError(f"{trace.workload}, prompt {trace.prompt}, budget {budget}: {error}") from error
+
+
+def _decode(llm: LLM, trace: Trace, text: str, budget: int) -> Decode:
     prompt = llm.tokenizer.encode_chat([{"role": "user", "content": text}])
     if len(prompt) != trace.prompt_tokens:
         raise ValueError(
-            f"prompt {trace.prompt} has {len(prompt)} tokens here and {trace.prompt_tokens} in the trace: "
+            f"it has {len(prompt)} tokens here and {trace.prompt_tokens} in the trace: "
             "it was recorded with another model or chat template"
         )
     run: Run = timed_run(llm, prompt, SamplingParams(max_tokens=trace.decode_tokens + 1), budget)
     if not run.decode_tokens:
-        raise ValueError(f"prompt {trace.prompt} ended with its first token, the trace has {trace.decode_tokens} more")
+        raise ValueError(f"the answer ended with its first token, the trace has {trace.decode_tokens} more")
     return Decode(run.decode_tokens, run.decode_steps, run.decode_s)
 
 

@@ -72,8 +72,8 @@ def compare(
     progress: Callable[[str], None],
 ) -> Iterator[Verdict]:
     """One verdict for every budget and batch size against budget 0 at batch 1."""
-    names = [name for name, _ in workload.prompts]
-    prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for _, text in workload.prompts]
+    encoded = workload.encoded(llm.tokenizer)
+    names, prompts = [name for name, _ in encoded], [prompt for _, prompt in encoded]
     progress(f"{workload.name}, temperature {params.temperature}: budget 0")
     expected = _answers(llm, prompts, params, 0, 1)
     for budget in budgets:
