@@ -172,6 +172,19 @@ def test_a_deep_tree_needs_more_than_one_word_of_mask() -> None:
     assert [each.token_ids for each in LLM(engine).generate(PROMPTS, PARAMS)] == PLAIN
 
 
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_the_engine_may_expand_more_or_fewer_nodes_of_a_level(width: int) -> None:
+    head = tiny_eagle(MODEL, depth=4, expanded=3)
+    config = EngineConfig(drafter="head", budget=400, draft_width=width)
+    engine = Engine(MODEL, head=head, config=config)
+    assert engine.scheduler.draft_slots == 1 + 3 * width
+    tree = proposed(engine, PROMPTS[1], SamplingParams(max_tokens=12))[0]
+    assert max(len(set(tree.parents[tree.depths == depth])) for depth in (2, 3, 4)) == width
+    assert [each.token_ids for each in LLM(engine).generate(PROMPTS, PARAMS)] == PLAIN
+    with pytest.raises(ValueError, match=r"draft_width is 2, but only an EAGLE head's tree grows level by level"):
+        Engine(MODEL, head=tiny_head(MODEL), config=EngineConfig(draft_width=2))
+
+
 def test_features_that_are_not_finite_draft_nothing() -> None:
     head = tiny_eagle(MODEL)
     head.fc.dense[0] = torch.nan

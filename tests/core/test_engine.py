@@ -281,7 +281,9 @@ def test_a_cache_that_no_memory_holds_is_refused(changes: dict[str, int]) -> Non
         Engine(tiny_model(), config=EngineConfig(**changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("field", ["budget", "page_size", "max_running", "num_pages", "max_model_len", "candidates"])
+@pytest.mark.parametrize(
+    "field", ["budget", "page_size", "max_running", "num_pages", "max_model_len", "candidates", "draft_width"]
+)
 def test_bad_engine_limits_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         EngineConfig(**{field: -1})

@@ -91,6 +91,7 @@ def test_a_method_is_a_name_a_head_and_options() -> None:
     assert parse_method("shallow:draft_depth=2,draft_temperature=none,draft_passes=2") == Method(
         "shallow", None, {"draft_depth": 2, "draft_temperature": None, "draft_passes": 2}
     )
+    assert parse_method("eagle=h:draft-width=4") == Method("eagle", "h", {"draft_width": 4})
     assert parse_method("lookup") == Method("lookup", None, {"drafter": "lookup"})
     assert parse_method("lookup=h") == Method("lookup", "h", {})
     assert parse_method("mine") == Method("mine", None, {})

@@ -7,7 +7,7 @@ C head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,18 +28,26 @@ class EagleDrafter:
     """Keeps keys, values and features of committed tokens in pages of its own under the target's block tables.
 
     What a page holds depends on tokens up to its end only: keys and values at p come from the token there and the feature at
-    p − 1 (zero before the first token), features from the target's taps. `width` is the number of children that a node may get.
-    The head's passes end the phase "draft" of `clock`, the choice of the trees' nodes its phase "tree".
+    p − 1 (zero before the first token), features from the target's taps. `width` is the number of children that a node may get,
+    and `expanded` the number of a level's nodes that get any (None: the head's own). The head's passes end the phase "draft" of
+    `clock`, the choice of the trees' nodes its phase "tree".
     """
 
     def __init__(
-        self, head: EagleHead, num_blocks: int, page: int, width: int = 32, clock: StepClock | None = None
+        self,
+        head: EagleHead,
+        num_blocks: int,
+        page: int,
+        width: int = 32,
+        clock: StepClock | None = None,
+        expanded: int | None = None,
     ) -> None:
-        config, dtype, device = head.config, head.norm.weight.dtype, head.norm.weight.device
+        config = head.config if expanded is None else replace(head.config, expanded=expanded)
+        dtype, device = head.norm.weight.dtype, head.norm.weight.device
         self._clock = clock or StepClock()
         self.head, self.page, self.width, self.device = head, page, width, device
         self.tap_layers = config.target_layer_ids
-        self.block_slots = config.tree_slots
+        self.block_slots, self._expanded = config.tree_slots, config.expanded
         self.cache = KVCache(1, num_blocks, page, config.num_kv_heads, config.head_dim, dtype, device)
         self.features = torch.empty(num_blocks * page, config.hidden_size, dtype=dtype, device=device)
 
@@ -65,7 +73,7 @@ class EagleDrafter:
         budgets, depths = [job.budget for job in jobs], [job.max_depth for job in jobs]
         deepest = min(self.head.config.depth, max(depths), max(budgets))
         # A node that is not among the `budget` best of its level is not among the best of all either.
-        growth = _Growth(self, jobs, deepest, min(self.head.config.expanded, max(budgets)))
+        growth = _Growth(self, jobs, deepest, min(self._expanded, max(budgets)))
         for _ in range(deepest):
             growth.add_level()
         nodes = growth.nodes()

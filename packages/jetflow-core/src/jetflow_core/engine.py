@@ -43,6 +43,7 @@ class EngineConfig:
     `max_model_len` None is what model, head and cache allow.
     `drafter`: who drafts; "auto" is head and lookup where there is a head, else nobody. `candidates`: tokens the head considers
     at each depth. `draft_passes` 2 lets it read its tree once more and grow it again (see `jetflow_core.second_pass`).
+    `draft_width`: nodes of a level that get children in an EAGLE head's tree; None is the head's own number.
     `draft_depth`, `draft_cutoff` and `draft_temperature` shape the trees (see `jetflow_core.shaping`); a temperature of None is
     each drafter's own, such as the one a head's configuration holds.
     `prefix_cache`: pages of equal beginnings are computed once and kept after their request, until another needs the memory.
@@ -58,6 +59,7 @@ class EngineConfig:
     drafter: DrafterKind = "auto"
     candidates: int = 32
     draft_passes: int = 1
+    draft_width: int | None = None
     draft_depth: int | None = None
     draft_cutoff: float = 0.0
     draft_temperature: float | None = None
@@ -77,7 +79,7 @@ class EngineConfig:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} is {getattr(self, name)}: use {minimum} or more")
-        for name in ("num_pages", "max_model_len"):
+        for name in ("num_pages", "max_model_len", "draft_width"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: use 1 or more, or leave it out")
@@ -391,7 +393,8 @@ def _build_drafter(config: EngineConfig, head: Head | None, num_blocks: int, clo
     """What `config` asks for: the head that drafts, lookup, or both, each with its own calibration."""
     parts: list[Drafter] = []
     if head is not None:
-        drafter = head_drafter(head, num_blocks, config.page_size, config.candidates, clock, config.draft_passes)
+        passes, expanded = config.draft_passes, config.draft_width
+        drafter = head_drafter(head, num_blocks, config.page_size, config.candidates, clock, passes, expanded)
         parts.append(shaped(drafter, config.shaping(head.config.draft_temperature)))
     if config.drafter in ("lookup", "head+lookup") or (parts and config.drafter == "auto"):
         parts.append(shaped(LookupDrafter(), config.shaping()))

@@ -43,11 +43,17 @@ def load_head(path: str | Path, embed: Tensor, lm_head: Tensor) -> Head:
 
 
 def head_drafter(
-    head: Head, num_blocks: int, page: int, width: int, clock: StepClock | None = None, passes: int = 1
+    head: Head,
+    num_blocks: int,
+    page: int,
+    width: int,
+    clock: StepClock | None = None,
+    passes: int = 1,
+    expanded: int | None = None,
 ) -> Drafter:
-    """The drafter of `head` with `num_blocks` pages of `page` tokens; see its class for `width`, `clock` and `passes`.
+    """The drafter of `head` with `num_blocks` pages of `page` tokens; see its class for the rest.
 
-    Raises ValueError for two passes of a head that has but one.
+    Raises ValueError for two passes of a head that has but one, and for `expanded` of one whose tree has no levels.
     """
     if isinstance(head, EagleHead):
         if passes == 2:
@@ -55,7 +61,11 @@ def head_drafter(
                 "draft_passes is 2, but an EAGLE head makes a pass for every level of its tree: use draft_passes 1, or a JetFlow "
                 "head, best one trained with `jetflow-train head --prefix`"
             )
-        return EagleDrafter(head, num_blocks, page, width, clock)
+        return EagleDrafter(head, num_blocks, page, width, clock, expanded)
+    if expanded is not None:
+        raise ValueError(
+            f"draft_width is {expanded}, but only an EAGLE head's tree grows level by level: leave it out, or lower candidates"
+        )
     return HeadDrafter(head, num_blocks, page, width, clock, passes)
 
 

@@ -216,7 +216,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[=HEAD][:option=value,...]",
         help="a draft head (folder or hub id; without one that of --head or the demo's) and how it drafts: drafter=head, lookup "
-        "or head+lookup, candidates (1: a chain of argmaxes), draft_passes, draft_depth, draft_cutoff, draft_temperature. "
+        "or head+lookup, candidates (1: a chain of argmaxes), draft_passes, draft_width (nodes that a level of EAGLE's tree "
+        "expands), draft_depth, draft_cutoff, draft_temperature. "
         "The name `lookup` alone is the drafter without a head. Repeat it for more methods (without any: the head of --head or "
         "the demo's, drafting as --drafter says). With --simulate: the NAME whose traces are meant, where the file has several",
     )
