@@ -318,6 +318,10 @@ def test_copies_and_overlong_chats(tmp_path: Path) -> None:
         ({"messages": [assistant("b")]}, r"line 1: messages\[0\] is an answer"),
         ({"messages": [user("a"), {"role": "oracle", "content": "b"}, assistant("b")]}, "role = 'oracle'"),
         ({"messages": [user("a"), {**assistant("b"), "tool_calls": ["x"]}]}, "'tool_calls' must be a list of objects"),
+        (
+            {"messages": [user("a"), {**assistant("b"), "tool_calls": 5}]},
+            "line 1: 'tool_calls' must be a list of objects",
+        ),
         ({"messages": [user("a"), assistant("b")], "prompt": "x", "response": 3}, None),
         ({"response": "x"}, "'prompt' is missing or empty"),
         ({"prompt": "x", "response": 3}, "'response' must be a text"),

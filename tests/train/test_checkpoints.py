@@ -8,8 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +21,15 @@ from training_tiny import tiny_model, tiny_options, tiny_rows
 
 from jetflow_train import cli
 from jetflow_train import trainer as trainer_module
-from jetflow_train.checkpoint import checkpoints, export_head
+from jetflow_train.checkpoint import checkpoints, export_head, load_checkpoint
 from jetflow_train.data import spread
+from jetflow_train.files import sole_use
 from jetflow_train.recipe import Progress, new_trainer
 from jetflow_train.trainer import MAIN_BUDGET, Trainer
 
 MODEL = tiny_model()
 ROWS = spread(tiny_rows(12))
-STEPS = 200
+STEPS = 60
 TARGET = Path(__file__).parents[1] / "core" / "golden" / "qwen3"
 
 
@@ -115,7 +115,8 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     with (
         file_limit(len(content) // 2),
         pytest.raises(
-            ValueError, match=r"checkpoint-00000003\.pt: cannot write the checkpoint .*; an earlier one is intact"
+            ValueError,
+            match=r"checkpoint-00000003\.pt: cannot write the checkpoint .*; what was saved before is intact",
         ),
     ):
         run.save()
@@ -163,28 +164,40 @@ def test_the_best_head_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
+KILLED = """
+import os, signal, sys
+from jetflow_train import checkpoint, cli
+replace, calls = checkpoint.replace_file, 0
+
+def killed(path, content):
+    global calls
+    calls += 1
+    if calls == 30:
+        path.with_name(path.name + ".partial").write_bytes(content[: len(content) // 2])
+        (path.parent / "metrics.jsonl").open("a").write('{"step": 29, "lo')
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(path, content)
+
+checkpoint.replace_file = killed
+cli.main(sys.argv[1:])
+"""
+
+
 def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing a checkpoint, and of a line of the metrics."""
     undisturbed, killed = tmp_path / "a", tmp_path / "b"
     for folder in (undisturbed, killed):
         folder.mkdir()
     assert cli.main(flags(head_options(undisturbed))) == 0
-    often = flags(head_options(killed) | {"checkpoint-minutes": 0})
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jetflow_train", *often],
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, *flags(head_options(killed) | {"checkpoint-minutes": 0})],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
     )
-    try:
-        deadline = time.monotonic() + 120
-        while not checkpoints(killed / "run") and time.monotonic() < deadline:
-            assert process.poll() is None, "the run ended by itself"
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    (newest,) = checkpoints(killed / "run")[-1:]
-    assert torch.load(newest, weights_only=True)["position"]["step"] < STEPS
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert [path.name for path in checkpoints(killed / "run")] == ["checkpoint-00000028.pt", "checkpoint-00000029.pt"]
+    assert (killed / "run" / "checkpoint-00000030.pt.partial").exists()
     assert cli.main(flags(head_options(killed))) == 0
     first, second = (load_file(folder / "run" / "head" / "model.safetensors") for folder in (undisturbed, killed))
     assert first.keys() == second.keys()
@@ -192,6 +205,83 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
     masters = [torch.load(checkpoints(folder / "run")[-1], weights_only=True) for folder in (undisturbed, killed)]
     assert masters[0]["position"] | {"elapsed": 0} == masters[1]["position"] | {"elapsed": 0}
     assert all(torch.equal(masters[0]["head"][name], masters[1]["head"][name]) for name in masters[0]["head"])
+    lines = [(folder / "run" / "metrics.jsonl").read_text().splitlines() for folder in (undisturbed, killed)]
+    assert [json.loads(line)["step"] for line in lines[1]] == [20, 49, STEPS]  # 20 steps after 29, and the end
+    assert [json.loads(line)["step"] for line in lines[0]] == [20, 40, STEPS, STEPS]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=2)
+    with sole_use(run.output), pytest.raises(ValueError, match="run: another run is writing here"):
+        run.run()
+    assert not checkpoints(run.output)
+    run.run()
+    assert names(run) == ["checkpoint-00000002.pt"]
+
+
+def test_metrics_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    run = trainer(tmp_path, steps=2)
+    (run.output / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot write the metrics .*the same command goes on"):
+        run.run()
+
+
+# -- a checkpoint that does not belong --------------------------------------------------------------------------------
+
+
+def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Write the checkpoint at `path` anew with a `change`."""
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda state: state["position"].pop("cursor"), "'cursor'"),
+        (lambda state: state.update(position=[1]), "not one of a training run"),
+        (lambda state: state.update(options="x"), "not one of a training run"),
+        (lambda state: state.update(optimizer={}), "'param_groups'"),
+        (lambda state: state.update(optimizer={"state": {}, "param_groups": []}), "parameter groups"),
+        (lambda state: state.update(acceptance=[]), "not one of a training run"),
+    ],
+)
+def test_a_checkpoint_with_a_part_missing_is_named(tmp_path: Path, change: Any, reason: str) -> None:
+    trainer(tmp_path, steps=2).run()
+    (path,) = checkpoints(tmp_path / "run")
+    changed(path, change)
+    with pytest.raises(ValueError, match=rf"000002\.pt: cannot read this checkpoint \(.*{reason}.*\); delete it"):
+        trainer(tmp_path, steps=3).run()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"text"])
+def test_what_is_wrong_with_a_checkpoint_is_said_in_a_sentence(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "checkpoint-00000002.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"pt: cannot read this checkpoint \(.+\); delete it") as caught:
+        load_checkpoint(path)
+    assert "weights_only" not in str(caught.value)  # how to switch torch's safety off is no remedy
+    assert len(str(caught.value)) < len(str(path)) + 200
+
+
+def test_another_target_of_the_same_shape_is_refused(tmp_path: Path) -> None:
+    options = replace(tiny_options(steps=2, online=True), output=str(tmp_path / "run"))
+    new_trainer(MODEL, ROWS, options, Progress()).run()
+    other = new_trainer(tiny_model(seed=5), ROWS, options, Progress())
+    with pytest.raises(ValueError, match=r"that run had target's tables = .*; name another output folder"):
+        other.run()
+    (path,) = checkpoints(tmp_path / "run")
+    changed(path, lambda state: state["options"].pop("target's tables"))  # as earlier versions wrote it
+    assert other.resume()
+
+
+def test_fewer_rows_than_before_are_refused(tmp_path: Path) -> None:
+    options = replace(tiny_options(steps=2, online=True, draft_vocab_size=None), output=str(tmp_path / "run"))
+    new_trainer(MODEL, ROWS, options, Progress()).run()
+    fewer = new_trainer(MODEL, ROWS[:5], replace(options, steps=4), Progress())
+    with pytest.raises(ValueError, match=r"that run had 12 rows, this one has 5; give it the same data"):
+        fewer.run()
 
 
 # -- a head to start from ---------------------------------------------------------------------------------------------
@@ -287,7 +377,8 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "num_target_layers = 6, this run makes 3" in error
     assert "vocab_size is 97" in refused(tmp_path, capsys, mask_token_id=97)
     (tmp_path / "file").write_text("in the way")
-    assert "cannot write" in refused(tmp_path, capsys, output=tmp_path / "file")
+    error = refused(tmp_path, capsys, output=tmp_path / "file", target="/nowhere")  # seen before the target is read
+    assert "file: cannot write the output folder" in error
     assert "config.json: no such file" in refused(tmp_path, capsys, init=tmp_path)
     masked = tmp_path / "masked.jsonl"
     masked.write_text('{"id": "a", "temperature": 0.0, "prompt_ids": [3, 4], "output_ids": [5]}\n')

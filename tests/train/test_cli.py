@@ -18,6 +18,7 @@ from jetflow_train.config import (
     RegenerateOptions,
     ThroughputOptions,
     load_options,
+    section_name,
 )
 from jetflow_train.evaluate import Evaluation
 
@@ -81,6 +82,11 @@ def test_flags_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ('[head]\nsteps = "9"\n', r"\[head\] steps: expected int, found '9'"),
         ("[head]\nsteps = 1\ndata = 3\n", r"\[head\] data: expected a list"),
         ("[head\n", "cannot read this configuration"),
+        ("head = 3\n", r"run\.toml: head must be a section: write \[head\] above its keys"),
+        ("[[head]]\nsteps = 1\n", "head must be a section"),
+        ("[head]\nsteps = 1\nblock-size = 3\n", "unknown key 'block-size'; keys are the flags .* with _ for -"),
+        ("[head]\nsteps = 1\ndata = []\n", "data is an empty list; give at least one"),
+        ("[head]\nsteps = 1\nwarmup = nan\n", "warmup nan must lie between 0 and 1"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -103,6 +109,20 @@ def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
         (["--minutes", "nan"], "minutes nan must be positive"),
         (["--steps", "3", "--seed", "-1"], "seed -1 must lie between"),
         (["--steps", "3", "--target", "/nowhere"], "/nowhere"),
+        (["--minutes", "inf"], "minutes inf must be positive and at most 1e+09"),
+        (["--steps", "3", "--gamma", "nan"], "gamma nan must be positive"),
+        (["--steps", "3", "--clip", "nan"], "clip nan must be positive"),
+        (["--steps", "3", "--learning-rate", "inf"], "learning_rate inf must be positive and at most 1"),
+        (["--steps", "3", "--warmup", "1.5"], "warmup 1.5 must lie between 0 and 1"),
+        (["--steps", "3", "--final-rate", "nan"], "final_rate nan must lie between 0 and 1"),
+        (["--steps", "3", "--weight-decay", "-1"], "weight_decay -1.0 must lie between 0 and"),
+        (["--steps", "3", "--marginal-weight", "nan"], "marginal_weight nan must lie between 0 and"),
+        (["--steps", "3", "--checkpoint-minutes", "nan"], "checkpoint_minutes nan must be at least 0"),
+        (["--steps", "3", "--evaluate-minutes", "-1"], "evaluate_minutes -1.0 must be at least 0"),
+        (["--steps", "3", "--teacher-temperature", "0"], "teacher_temperature 0.0 must lie between 0.01 and 100"),
+        (["--steps", "3", "--draft-temperature", "1e300"], "draft_temperature 1e+300 must lie between 0.01 and 100"),
+        (["--steps", "3", "--max-length", "1"], "max_length 1 must be at least 2"),
+        (["--steps", "3", "--intermediate-size", "0"], "intermediate_size 0 must be at least 1"),
     ],
 )
 def test_mistakes_end_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +167,8 @@ def test_the_recipes_options_do_not_go_before_a_command(
     [
         (PermissionError(13, "Permission denied", "metrics.jsonl"), "Permission denied: 'metrics.jsonl'"),
         (torch.OutOfMemoryError("CUDA out of memory.\nmore"), "CUDA out of memory.; use fewer blocks"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes\nmore"), "9 bytes; use fewer blocks"),
+        (MemoryError(), "out of memory; use fewer blocks"),
     ],
 )
 def test_trouble_on_the_way_ends_in_one_line(
@@ -161,6 +183,67 @@ def test_trouble_on_the_way_ends_in_one_line(
     assert text.startswith("jetflow-train: ")
     assert message in text
     assert text.count("\n") == 1
+
+
+def test_a_cpus_allocator_is_understood() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert cli._is_out_of_memory(caught.value)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("shapes cannot be multiplied")
+
+    monkeypatch.setattr(cli, "train_head", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        cli.main(["head", "--steps", "1"])
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("regenerate --limit 0", "limit 0 must be at least 1"),
+        ("regenerate --max-length 1", "max_length 1 must be at least 2"),
+        ("regenerate --budget -1", "budget -1 must be at least 0"),
+        ("regenerate --timeout inf", "timeout inf must be positive and at most 1e+06"),
+        ("evaluate --limit -1", "limit -1 must be at least 1"),
+        ("evaluate --max-tokens 0", "max_tokens 0 must be at least 1"),
+        ("evaluate --budgets 8 -1", "budgets [8, -1]: each must be at least 0 nodes"),
+        ("ablate --minutes 0", "minutes 0.0 must be positive"),
+        ("ablate --max-tokens 1", "max_tokens 1 must be at least 2"),
+        ("throughput --rows 0", "rows 0 must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_at_once(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command.split()) == 1
+    assert capsys.readouterr().err.startswith(f"jetflow-train: {message}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (RegenerateOptions, "temperature"),
+        (EvaluateOptions, "budgets"),
+        (AblateOptions, "regenerated"),
+        (ThroughputOptions, "data"),
+    ],
+)
+def test_an_empty_list_is_refused(tmp_path: Path, kind: type[Any], key: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[{section_name(kind)}]\n{key} = []\n")
+    with pytest.raises(ValueError, match=f"{key} is an empty list"):
+        load_options(kind, file, {})
+
+
+def test_a_head_without_its_plot_is_still_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "can_plot", lambda: True)
+    (tmp_path / "metrics.jsonl").write_text('{"lines": "of something else"}\n')
+    assert cli.plot_line(tmp_path).startswith(f"no plot: {tmp_path}/metrics.jsonl, line 1: not the metrics")
+    monkeypatch.setattr(cli, "can_plot", lambda: False)
+    assert "matplotlib" in cli.plot_line(tmp_path)
 
 
 def test_without_a_command_the_whole_recipe_runs(

@@ -167,6 +167,32 @@ def test_measurements_are_lossless_and_written(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == asdict(result)
 
 
+@pytest.mark.parametrize("name", ["nowhere/results.json", "folder"])
+def test_results_that_cannot_be_written_are_seen_before_the_work(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    prompts = (prompt_file(tmp_path / "load.jsonl", 2),)
+    decoded: list[int] = []
+    with pytest.raises(ValueError, match=rf"{name}: cannot write the results .*; name another file"):
+        measure(
+            llm(), EvaluateOptions(prompts=prompts, output=str(tmp_path / name)), lambda *done: decoded.append(done[0])
+        )
+    assert not decoded
+    file = tmp_path / "results.json"
+    with pytest.raises(ValueError, match="load"):
+        measure(llm(), EvaluateOptions(prompts=prompts, max_tokens=1, output=str(file)))
+    assert not file.exists()
+
+
+def test_more_tokens_than_the_target_has_positions_for(tmp_path: Path) -> None:
+    prompts = (prompt_file(tmp_path / "load.jsonl", 2),)
+    with pytest.raises(ValueError, match="max_tokens 127 leaves no room for a prompt in 128 positions; lower it"):
+        measure(llm(), EvaluateOptions(prompts=prompts, max_tokens=127))
+    with pytest.raises(
+        ValueError, match="load: prompt p/0 has 4 tokens, the limit is 4 with its answer; lower max_tokens"
+    ):
+        measure(llm(), EvaluateOptions(prompts=prompts, max_tokens=124))
+
+
 def test_answers_of_one_token_have_no_speed(tmp_path: Path) -> None:
     short = EvaluateOptions(prompts=(prompt_file(tmp_path / "load.jsonl", 2),), budgets=(0, 4, 4), max_tokens=1)
     with pytest.raises(ValueError, match=r"load: every answer ended with its first token; raise --max-tokens"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,7 +81,7 @@ def fake_endpoint() -> Iterator[Fake]:
         def _answer(self, said: Reply) -> None:
             status, headers, content = said
             self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
             self.wfile.write(content)
@@ -203,6 +204,7 @@ def test_token_ids_are_taken_where_they_come(tokenizer: Tokenizer) -> None:
         (Choice("w5", "content_filter", None), "'content_filter'"),
         (Choice("w5", None, None), "None"),
         (Choice("w5", "stop", [5, 97]), "does not know"),
+        (Choice("w5 \ud800", "stop", None), "surrogate"),
     ],
 )
 def test_answers_that_are_no_rows(tokenizer: Tokenizer, choice: Choice, reason: str) -> None:
@@ -237,19 +239,35 @@ def test_rows_that_do_not_fit_are_told_of_and_asked_again(tmp_path: Path, fake: 
     assert {key[0] for key in written(tmp_path)} == {"p/0", "p/1", "p/2", "p/3"}
 
 
+def test_a_model_that_is_not_the_target_ends_the_run(tmp_path: Path, fake: Fake, target: str) -> None:
+    fake.script = lambda body: says("another model's words")
+    with pytest.raises(
+        ValueError, match=r"/v1: none of 4 answers is a row; is it the target \(.*model\) that is served"
+    ):
+        regenerate(options(tmp_path, fake, target))
+
+
 # -- trouble ----------------------------------------------------------------------------------------------------------
 
 
 def test_trouble_that_passes_is_waited_out(fake: Fake) -> None:
     script = iter(
-        [trouble(429, Retry_After="7"), trouble(503, Retry_After="soon"), None, (200, {}, b"half a"), says("w5")]
+        [
+            trouble(429, Retry_After="7"),
+            trouble(503, Retry_After="soon"),
+            None,
+            (200, {}, b"half a"),
+            (200, {}, b"[" * 100_000),
+            (500, {"Content-Length": "1000"}, b"cut off"),
+            says("w5"),
+        ]
     )
     fake.script = lambda body: next(script)
     waits: list[float] = []
-    assert plain(fake, retries=4, waits=waits).complete([1], PARAMS).text == "w5"
-    assert len(waits) == 4
+    assert plain(fake, retries=6, waits=waits).complete([1], PARAMS).text == "w5"
+    assert len(waits) == 6
     assert waits[0] == 7.0  # what the endpoint asks for
-    for attempt in (1, 2, 3):
+    for attempt in range(1, 6):
         assert 0.5 * 2**attempt / 2 <= waits[attempt] <= 0.5 * 2**attempt
 
 
@@ -270,8 +288,10 @@ def test_an_endpoint_that_is_too_slow_or_gone(fake: Fake) -> None:
     fake.script = lambda body: (time.sleep(0.3), says("w5"))[1]
     with pytest.raises(ValueError, match=r"cannot be reached: .*timed out.*\(2 tries\)"):
         plain(fake, retries=1, timeout=0.05).complete([1], PARAMS)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]  # and then nobody's
     with pytest.raises(ValueError, match=r"/models: cannot be reached: .*refused.*\(1 tries\)"):
-        Endpoint("http://127.0.0.1:9/v1", None, None, 0, 1.0)
+        Endpoint(f"http://127.0.0.1:{port}/v1", None, None, 0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +305,8 @@ def test_an_endpoint_that_is_too_slow_or_gone(fake: Fake) -> None:
         (reply({"choices": ["w5"]}), "choice is str"),
         (reply({"choices": [{"text": None}]}), "text is NoneType"),
         ((307, {"Location": "http://127.0.0.1:9/"}, b""), "answered 307"),
+        ((400, {"Content-Length": "1000"}, b"cut off"), r"answered 400: $"),
+        (trouble(400, "two\nlines \x1b[31mred"), r"answered 400: two lines \[31mred$"),
     ],
 )
 def test_refusals_are_not_tried_again(fake: Fake, said: Reply, message: str) -> None:
@@ -304,9 +326,26 @@ def test_token_ids_are_not_asked_for_where_that_is_unknown(fake: Fake) -> None:
     assert ["return_token_ids" in body for body in fake.bodies] == [True, False, False]
 
 
-def test_urls_and_keys_that_cannot_be_used(tmp_path: Path, fake: Fake) -> None:
-    with pytest.raises(ValueError, match="'localhost:8000' is no URL: give http"):
-        Endpoint("localhost:8000", "m", None, 0, 1.0)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "ftp://host/v1",
+        "http:///v1",
+        "http://host:port/v1",
+        "http://host:99999/v1",
+        "http://[::1/v1",
+        "http://ho st/v1",
+        "http://höst/v1",
+        "http://host/v1\n",
+    ],
+)
+def test_urls_that_cannot_be_used_are_not_tried(url: str) -> None:
+    with pytest.raises(ValueError, match="is no URL: give http://host:port/v1"):
+        Endpoint(url, "m", None, 0, 1.0)
+
+
+def test_keys_that_cannot_be_used(tmp_path: Path, fake: Fake) -> None:
     for content in ("", "two\nlines", "schlüssel"):
         (tmp_path / "key").write_text(content)
         with pytest.raises(ValueError, match="key: holds no API key"):
@@ -386,6 +425,8 @@ def test_a_message_is_spelled_by_the_template(thinker: Tokenizer, fake: Fake, an
         (message("length", reasoning_content="w5"), "cut off"),
         (message(content="w5 \ufffd"), "no characters"),
         (message(tool_calls=[{"function": {"name": "w9", "arguments": "{"}}]), "not JSON"),
+        (message(tool_calls=5), "'tool_calls' must be a list"),
+        (message(content="w5 \ud800"), "surrogate"),
     ],
 )
 def test_messages_that_are_no_rows(thinker: Tokenizer, fake: Fake, answered: Reply, reason: str) -> None:

@@ -26,6 +26,7 @@ from jetflow_train.features import (
     row_features,
     rows_features,
 )
+from jetflow_train.files import sole_use
 from jetflow_train.recipe import Progress, prepare
 
 MODEL = tiny_model()
@@ -81,6 +82,34 @@ def test_damaged_features_are_named(tmp_path: Path, file: str, content: bytes) -
     (tmp_path / "shard-00000" / file).write_bytes(content)
     with pytest.raises(ValueError, match=r"shard-00000: damaged features .* delete"):
         build_features(tmp_path, MODEL, rows, TAPS, 8)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokens.npy", lambda x: x[:-1]),
+        ("taps.npy", lambda x: x[:, :-1]),
+        ("taps.npy", lambda x: x.astype(np.float32)),
+        ("teacher_ids.npy", lambda x: x[:, :-1]),
+        ("teacher_logp.npy", lambda x: x[:-1]),
+    ],
+)
+def test_features_of_another_shape_are_named(tmp_path: Path, file: str, change: Any) -> None:
+    rows = tiny_rows(3)
+    build_features(tmp_path, MODEL, rows, TAPS, 8)
+    path = tmp_path / "shard-00000" / file
+    np.save(path, change(np.load(path)))
+    with pytest.raises(ValueError, match=rf"shard-00000: damaged features \({path.stem} is .* instead of .* delete"):
+        build_features(tmp_path, MODEL, rows, TAPS, 8)
+
+
+def test_a_store_that_another_run_makes_is_left_to_it(tmp_path: Path) -> None:
+    rows = tiny_rows(3)
+    with sole_use(tmp_path), pytest.raises(ValueError, match="another run is writing here"):
+        build_features(tmp_path, MODEL, rows, TAPS, 8)
+    build_features(tmp_path, MODEL, rows, TAPS, 8)
+    with sole_use(tmp_path):  # what is finished may be read
+        assert len(build_features(tmp_path, MODEL, rows, TAPS, 8)) == 3
 
 
 def test_features_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_depth_counts_from_the_last_known_token() -> None:
         ({"prefix": 1.0}, "prefix 1.0 must be at least 0 and below 1"),
         ({"accumulate": 0}, "accumulate 0 must be at least 1"),
         ({"keep": 0}, "keep 0 must be at least 1"),
-        ({"draft_temperature": 0.0}, "draft_temperature 0.0 must be positive"),
+        ({"draft_temperature": 0.0}, "draft_temperature 0.0 must lie between"),
     ],
 )
 def test_impossible_options_are_refused(changes: dict[str, object], message: str) -> None:

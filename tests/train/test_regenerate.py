@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoint import write_checkpoint, write_prompts
+from test_files import FullDisk
+from tiny_checkpoint import GOLDEN, write_checkpoint, write_prompts
 
 from jetflow_core.llm import LLM
+from jetflow_train import cli
 from jetflow_train.config import RegenerateOptions
 from jetflow_train.data import read_rows
+from jetflow_train.files import sole_use
 from jetflow_train.regenerate import answer, regenerate
 from jetflow_train.row_file import RowFile
 
@@ -177,20 +179,6 @@ def test_sampling_out_of_range_is_refused(tmp_path: Path, llm: LLM) -> None:
 # -- trouble on the way -----------------------------------------------------------------------------------------------
 
 
-class FullDisk:
-    """A file that takes `room` bytes and then no more."""
-
-    def __init__(self, stream: FileIO, room: int) -> None:
-        self._stream, self._room = stream, room
-
-    def write(self, data: memoryview) -> int:
-        if self._room == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = self._stream.write(data[: self._room])
-        self._room -= taken
-        return taken
-
-
 def test_a_full_disk_costs_the_row_at_hand_alone(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -211,8 +199,28 @@ def test_a_full_disk_costs_the_row_at_hand_alone(tmp_path: Path, llm: LLM, monke
     assert content(tmp_path / "rows.jsonl") == content(whole / "rows.jsonl")
 
 
-def test_killed_and_started_again_makes_the_same_rows(tmp_path: Path, target: str) -> None:
-    """SIGKILL in the middle, as the machine would do it, against a run that nobody disturbs."""
+KILLED = """
+import os, signal, sys
+from jetflow_train import cli, row_file
+append, calls = row_file.append_line, 0
+
+def killed(stream, path, size, line):
+    global calls
+    calls += 1
+    if calls == 6:
+        stream.write(line[: len(line) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return append(stream, path, size, line)
+
+row_file.append_line = killed
+cli.main(sys.argv[1:])
+"""
+
+
+def test_killed_and_started_again_makes_the_same_rows(
+    tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL in the middle of a row, as the machine would do it, against a run that nobody disturbs."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", 20)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
@@ -230,16 +238,47 @@ def test_killed_and_started_again_makes_the_same_rows(tmp_path: Path, target: st
         "0",
         "1",
     ]
-    command = [sys.executable, "-m", "jetflow_train.cli", "regenerate", *flags]
-    command += ["--max-tokens", "60", "--max-length", "100"]
+    command = ["regenerate", *flags, "--max-tokens", "60", "--max-length", "100"]
     file = killed / "rows.jsonl"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while process.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < 4):
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    made = file.read_bytes().count(b"\n")
-    assert 4 <= made < 40
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"{40 - made} new rows" in done.stdout
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, *command],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        check=False,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    left = file.read_bytes()
+    assert left.count(b"\n") == 5
+    assert not left.endswith(b"\n")
+    assert cli.main(command) == 0
+    assert "35 new rows" in capsys.readouterr().out
     assert content(file) == content(whole / "rows.jsonl")
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path, llm: LLM) -> None:
+    chosen = options(tmp_path)
+    Path(chosen.output).touch()
+    with sole_use(Path(chosen.output)), pytest.raises(ValueError, match=r"rows\.jsonl: another run is writing here"):
+        answer(llm, chosen)
+    assert answer(llm, chosen) == 3
+
+
+def test_rows_are_not_appended_to_a_compressed_file(tmp_path: Path, llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz: rows are appended as plain text; name a \.jsonl file"):
+        answer(llm, options(tmp_path, output=str(tmp_path / "rows.jsonl.gz")))
+
+
+def test_answers_are_no_longer_than_the_target_can_read(tmp_path: Path, target: str) -> None:
+    changes: dict[str, Any] = {"target": target, "max_length": 5000, "max_tokens": 4000}
+    assert regenerate(options(tmp_path, **changes)) == 3
+    longest = max(len(row["prompt_ids"] + row["output_ids"]) for row in written(tmp_path))
+    assert longest <= 128
+    words = " ".join(["w9"] * 200)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"id": "long", "prompt": words}) + "\n")
+    with pytest.raises(ValueError, match=r"prompt long has 202 tokens, the limit is 128 with its answer; .* remove it"):
+        regenerate(options(tmp_path, str(tmp_path / "long.jsonl"), **changes))
+
+
+def test_a_target_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"golden/qwen3: this target has no tokenizer\.json"):
+        regenerate(options(tmp_path, target=str(GOLDEN)))

@@ -67,12 +67,14 @@ def test_only_tokens_with_a_loss_count_and_anchors_stay_among_them() -> None:
     ("rows", "message"),
     [
         ([], "no training rows"),
-        ([row(output_ids=[3])], "every row is masked"),
+        ([row(output_ids=[3])], "every row is masked .* give rows with answers, or raise max_length"),
         ([row(prompt_ids=[1] * 8)], "line 1: the prompt has 8 tokens, the limit is 8"),
         ([row(prompt_ids=[])], "'prompt_ids' is empty"),
         ([row(), row(id="b", output_ids=[3, 50])], "line 2: 'output_ids' holds id 50, the target's vocabulary has 50"),
         ([row(prompt_ids="text")], "'prompt_ids' must be a list of token ids"),
-        ([row(temperature=None)], "'temperature' must be a number, found None"),
+        ([row(temperature=None)], "'temperature' must be a number of at least 0, found None"),
+        ([row(temperature=float("nan"))], "'temperature' must be a number of at least 0, found nan"),
+        ([row(temperature=-0.5)], "'temperature' must be a number of at least 0, found -0.5"),
         ([{"id": "a"}], "missing key 'output_ids'"),
         ([[1]], "expected an object, found list"),
     ],
@@ -85,6 +87,10 @@ def test_unusable_rows_are_refused(tmp_path: Path, rows: list[object], message: 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing\.jsonl: no such file"):
         read_rows([tmp_path / "nothing.jsonl"], 50, 8)
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: not JSON"):
+        read_rows([deep], 50, 8)
     damaged = tmp_path / "rows.jsonl.gz"
     damaged.write_bytes(gzip.compress(json.dumps(row()).encode() * 50)[:-12])
     with pytest.raises(ValueError, match=r"rows\.jsonl\.gz"):
@@ -120,6 +126,7 @@ def test_draft_vocabulary() -> None:
         ({"mask_token_id": VOCABULARY}, "mask_token_id"),
         ({"draft_vocab_size": VOCABULARY + 1}, "draft_vocab_size"),
         ({"block_size": 1}, "block_size"),
+        ({"block_size": 129}, "block_size 129 exceeds the target's 128 positions"),
     ],
 )
 def test_heads_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:

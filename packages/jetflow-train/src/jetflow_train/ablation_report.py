@@ -12,7 +12,7 @@ import numpy as np
 
 from jetflow_train.ablations import Comparison, Outcome, Rounds
 from jetflow_train.config import HeadOptions
-from jetflow_train.features import replace_file
+from jetflow_train.files import replace_file
 from jetflow_train.plots import NO_PLOT, ablation_figure, can_plot, save_figure
 from jetflow_train.report import TOLERANCE, markdown_table
 from jetflow_train.simulate import tau_of

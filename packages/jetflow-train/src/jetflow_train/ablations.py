@@ -26,7 +26,8 @@ from jetflow_train.checkpoint import checkpoints
 from jetflow_train.config import AblateOptions, EvaluateOptions, HeadOptions
 from jetflow_train.data import Row, is_held_out, read_rows, rows_fingerprint, spread
 from jetflow_train.evaluate import PACKAGES, evaluate
-from jetflow_train.features import RowFeatures, replace_file
+from jetflow_train.features import RowFeatures
+from jetflow_train.files import replace_file
 from jetflow_train.heads import target_tables, training_dtype
 from jetflow_train.plots import can_plot, draw_training
 from jetflow_train.recipe import Progress, new_trainer, run_training

@@ -87,7 +87,10 @@ def _is_list_of_objects(value: Any) -> bool:
 def _template_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     """A message as templates read it: the arguments of tool calls are objects there, not text."""
     calls: list[Any] = []
-    for call in message.get("tool_calls") or ():
+    given: Any = message.get("tool_calls") or []
+    if not isinstance(given, list):
+        raise ValueError(f"{where}: 'tool_calls' must be a list of objects with a 'function'")
+    for call in cast("list[Any]", given):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise ValueError(f"{where}: 'tool_calls' must be a list of objects with a 'function'")

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from jetflow_core.heads import Head
-from jetflow_train.features import replace_file
+from jetflow_train.files import replace_file
 
 _NAME = "checkpoint-"
+GO_ON = "what was saved before is intact: make room, and the same command goes on"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -32,8 +34,7 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
     try:
         replace_file(path, buffer.getbuffer())
     except OSError as error:
-        path.with_name(path.name + ".partial").unlink(missing_ok=True)
-        raise ValueError(f"{path}: cannot write the checkpoint ({error}); an earlier one is intact") from error
+        raise ValueError(f"{path}: cannot write the checkpoint ({error}); {GO_ON}") from error
     for old in [*checkpoints(folder)[:-keep], *folder.glob(f"{_NAME}*.partial")]:  # a killed run leaves partial ones
         old.unlink(missing_ok=True)
     return path
@@ -41,15 +42,22 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint. Raises ValueError naming the file when it is damaged or holds something else."""
-    remedy = "delete it to go on from an earlier one, or to start anew"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen unrelated types for a damaged file
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path}: cannot read this checkpoint ({reason}); {remedy}") from error
-    if not isinstance(state, dict) or {"options", "position", "head", "optimizer", "acceptance"} - state.keys():
-        raise ValueError(f"{path}: cannot read this checkpoint (not one of a training run); {remedy}")
-    return cast("dict[str, Any]", state)
+        raise unreadable(path, error) from error
+    parts = state if isinstance(state, dict) else {}
+    whole = all(isinstance(parts.get(key), dict) for key in ("options", "position", "head", "optimizer"))
+    if not whole or not isinstance(parts.get("acceptance"), Tensor):
+        raise unreadable(path, "not one of a training run")
+    return cast("dict[str, Any]", parts)
+
+
+def unreadable(path: Path, reason: object) -> ValueError:
+    """What to say of a damaged checkpoint. Of a long `reason` the first sentence is enough."""
+    first = str(reason).partition("\n")[0].partition(". ")[0] or type(reason).__name__
+    remedy = "delete it to go on from an earlier one, or to start anew"
+    return ValueError(f"{path}: cannot read this checkpoint ({first}); {remedy}")
 
 
 def export_head(path: Path, head: Head) -> None:
@@ -64,4 +72,4 @@ def export_head(path: Path, head: Head) -> None:
         partial.rmdir()
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ValueError(f"{path}: cannot write the head ({error})") from error
+        raise ValueError(f"{path}: cannot write the head ({error}); {GO_ON}") from error

@@ -64,14 +64,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"jetflow-train: {error}", file=sys.stderr)
         return 1
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition("\n")[0]
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if not _is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0] or "out of memory"
         print(f"jetflow-train: {reason}; use fewer blocks, a smaller batch size, or --device cpu", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether memory has run out; on a CPU torch says so with a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _flags(command: str | None, parsed: dict[str, Any]) -> dict[str, Any]:
@@ -136,8 +143,13 @@ def _whole_recipe(config: Path | None, flags: dict[str, Any], bars: Bars) -> Non
 
 
 def plot_line(folder: Path) -> str:
-    """Draw the run in `folder` and say where, or why not."""
-    return f"plot: {draw_training(folder)}" if can_plot() else NO_PLOT
+    """Draw the run in `folder` and say where, or why not: a head without its plot is still a head."""
+    if not can_plot():
+        return NO_PLOT
+    try:
+        return f"plot: {draw_training(folder)}"
+    except ValueError as error:
+        return f"no plot: {error}"
 
 
 def recipe_options(

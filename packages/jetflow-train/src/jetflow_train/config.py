@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,14 @@ from jetflow_train.losses import LOSSES
 Options = TypeVar(
     "Options", "RegenerateOptions", "HeadOptions", "EvaluateOptions", "AblateOptions", "ThroughputOptions"
 )
+
+
+MOST = 1e9  # for numbers without a natural limit: finite, and small enough to be multiplied
+COLDEST, HOTTEST = (
+    0.01,
+    100.0,
+)  # temperatures in a loss: beyond them nothing but one token, or nothing but noise, is left
+LONGEST_TIMEOUT = 1e6  # seconds; the system's own limit lies somewhere above
 
 
 def _option(default: Any, help: str) -> Any:
@@ -58,13 +67,11 @@ class RegenerateOptions:
     timeout: float = _option(600.0, "seconds to wait for an answer of the endpoint")
 
     def __post_init__(self) -> None:
-        for name in ("samples", "batch_size", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        if self.retries < 0:
-            raise ValueError(f"retries {self.retries} must be at least 0")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout {self.timeout} must be positive")
+        _filled(self, "temperature")
+        _within(self, 1, math.inf, "samples", "batch_size", "max_tokens", "limit")
+        _within(self, 2, math.inf, "max_length")  # a token of the prompt and one of the answer
+        _within(self, 0, math.inf, "retries", "budget")
+        _positive(self, LONGEST_TIMEOUT, "timeout")
         if self.endpoint is None and (self.endpoint_model is not None or self.api_key_file is not None):
             raise ValueError("endpoint_model and api_key_file need an endpoint")
         if self.endpoint_api not in ("completions", "chat"):
@@ -150,19 +157,25 @@ class HeadOptions:
             raise ValueError("an EAGLE head is causal and reads the row's own tokens: leave out attention and prefix")
         if self.attention not in ("causal", "bidirectional"):
             raise ValueError(f"attention {self.attention!r} is unknown: use causal or bidirectional")
+        _filled(self, "data")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out {self.held_out} must be at least 0 and below 1")
         if self.loss not in LOSSES:
             raise ValueError(f"loss {self.loss!r} is unknown: use one of {', '.join(LOSSES)}")
         if not 0 <= self.prefix < 1:
             raise ValueError(f"prefix {self.prefix} must be at least 0 and below 1")
-        for name in ("layers", "taps", "anchors", "blocks", "teacher_top", "accumulate", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
-        for name in ("minutes", "steps", "learning_rate", "clip", "teacher_temperature", "draft_temperature"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} {value} must be positive")
+        _within(
+            self, 1, math.inf, "layers", "intermediate_size", "taps", "anchors", "blocks", "teacher_top", "accumulate"
+        )
+        _within(self, 1, math.inf, "keep")
+        _within(self, 2, math.inf, "max_length")
+        _within(self, 0, 1, "warmup", "final_rate")
+        _within(self, 0, MOST, "weight_decay", "marginal_weight")
+        _within(self, 0, math.inf, "checkpoint_minutes", "evaluate_minutes")
+        _within(self, COLDEST, HOTTEST, "teacher_temperature", "draft_temperature")
+        _positive(self, MOST, "minutes", "steps")
+        _positive(self, math.inf, "gamma", "clip")
+        _positive(self, 1, "learning_rate")  # AdamW moves every weight by about so much a step
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed {self.seed} must lie between 0 and {2**63 - 1}")
 
@@ -179,6 +192,13 @@ class EvaluateOptions:
     limit: int = _option(8, "prompts of each workload")
     max_tokens: int = _option(96, "tokens generated for each prompt")
     output: str | None = _option(None, "JSON file for the results")
+
+    def __post_init__(self) -> None:
+        _filled(self, "budgets")
+        for budget in self.budgets:
+            if budget < 0:
+                raise ValueError(f"budgets {list(self.budgets)}: each must be at least 0 nodes")
+        _within(self, 1, math.inf, "limit", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -204,9 +224,10 @@ class AblateOptions:
     max_tokens: int = _option(64, "tokens generated for each prompt")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "rows", "row_tokens", "limit", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        _filled(self, "regenerated")
+        _within(self, 1, math.inf, "steps", "rows", "row_tokens", "limit")
+        _within(self, 2, math.inf, "max_tokens")  # the first token comes out of the prefill and has no speed
+        _positive(self, MOST, "minutes")
         if not self.budgets or min(self.budgets) < 1:
             raise ValueError(f"budgets {list(self.budgets)}: at least one, each of at least 1 node")
 
@@ -224,9 +245,33 @@ class ThroughputOptions:
     steps: int = _option(2, "optimiser steps of a turn")
 
     def __post_init__(self) -> None:
-        for name in ("rows", "rounds", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        _filled(self, "data")
+        _within(self, 1, math.inf, "rows", "rounds", "steps")
+
+
+def _within(options: Any, least: float, most: float, *names: str) -> None:
+    """Raise ValueError for the first of the options `names` that is given and not between `least` and `most`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not least <= value <= most:  # a value that is no number lies nowhere
+            limits = f"be at least {least}" if most == math.inf else f"lie between {least} and {most}"
+            raise ValueError(f"{name} {value} must {limits}")
+
+
+def _positive(options: Any, most: float, *names: str) -> None:
+    """Raise ValueError for the first of the options `names` that is given and not above 0, or above `most`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= most:
+            raise ValueError(
+                f"{name} {value} must be positive" + ("" if most == math.inf else f" and at most {most:g}")
+            )
+
+
+def _filled(options: Any, name: str) -> None:
+    """Raise ValueError when the list `name` is empty, as it can be in a file."""
+    if not getattr(options, name):
+        raise ValueError(f"{name} is an empty list; give at least one, or leave the option out")
 
 
 def load_options(
@@ -260,12 +305,17 @@ def read_section(kind: type[Any], file: Path | None) -> dict[str, Any]:
     known_sections = {section_name(each) for each in kinds}
     if unknown := document.keys() - known_sections:
         raise ValueError(f"{file}: section [{min(unknown)}] is unknown; there are {', '.join(sorted(known_sections))}")
-    section = document.get(section_name(kind), {})
+    section: Any = document.get(section_name(kind), {})
+    if not isinstance(section, dict):
+        raise ValueError(f"{file}: {section_name(kind)} must be a section: write [{section_name(kind)}] above its keys")
     types = get_type_hints(kind)
     values: dict[str, Any] = {}
-    for key, value in section.items():
+    for key, value in cast("dict[str, Any]", section).items():
         if key not in types:
-            raise ValueError(f"{file}: [{section_name(kind)}] has an unknown key {key!r}")
+            raise ValueError(
+                f"{file}: [{section_name(kind)}] has an unknown key {key!r}; keys are the flags of "
+                f"`jetflow-train {section_name(kind)} --help` with _ for -"
+            )
         values[key] = _convert(value, types[key], f"{file}: [{section_name(kind)}] {key}")
     return values
 

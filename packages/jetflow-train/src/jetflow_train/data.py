@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,7 +101,7 @@ def read_jsonl(path: Path, *, partial_end: bool = False) -> Iterator[tuple[int, 
                     continue
                 try:
                     value = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
                 if not isinstance(value, dict):
                     raise ValueError(f"{path}, line {number}: expected an object, found {type(value).__name__}")
@@ -134,7 +135,10 @@ def read_rows(paths: Iterable[Path], vocab_size: int, max_length: int, tokenizer
     if not seen:
         raise ValueError(f"{names}: no training rows; run `jetflow-train regenerate` first")
     if not rows:
-        raise ValueError(f"{names}: every row is masked (none of {seen} has two or more output tokens)")
+        raise ValueError(
+            f"{names}: every row is masked (none of {seen} has two or more output tokens within {max_length} tokens); "
+            "give rows with answers, or raise max_length"
+        )
     return _without_copies(rows.values())
 
 
@@ -205,8 +209,8 @@ def row_key(value: dict[str, Any], where: str) -> RowKey:
     key.
     """
     _require(value, {"id", "temperature"}, where)
-    if type(value["temperature"]) not in (int, float):
-        raise ValueError(f"{where}: 'temperature' must be a number, found {value['temperature']!r}")
+    if type(value["temperature"]) not in (int, float) or not 0 <= value["temperature"] < math.inf:
+        raise ValueError(f"{where}: 'temperature' must be a number of at least 0, found {value['temperature']!r}")
     if type(value.get("sample", 0)) is not int:
         raise ValueError(f"{where}: 'sample' must be an integer, found {value['sample']!r}")
     return (

@@ -16,6 +16,7 @@ import random
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -80,8 +81,7 @@ class Endpoint:
         timeout: float,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint {url!r} is no URL: give http://host:port/v1")
+        _check_url(url)
         self._url = url.rstrip("/")
         self._retries, self._timeout, self._sleep = retries, timeout, sleep
         self._headers = {"Content-Type": "application/json"}
@@ -157,16 +157,26 @@ class Endpoint:
             with self._opener.open(request, timeout=self._timeout) as response:
                 return json.loads(response.read())
         except urllib.error.HTTPError as error:
-            with error:
-                text = error.read().decode("utf-8", "replace")
-            reason = f"answered {error.code}: {_complaint(text)}"
+            reason = f"answered {error.code}: {_complaint(_body_text(error))}"
             if error.code in AGAIN:
                 raise _Passing(reason, _seconds(error.headers.get("Retry-After"))) from error
             raise ValueError(f"{self._url}{path}: {reason}") from error
         except (OSError, http.client.HTTPException) as error:  # no connection, cut off, or too slow
-            raise _Passing(f"cannot be reached: {error or type(error).__name__}") from error
-        except ValueError as error:
+            raise _Passing(f"cannot be reached: {_one_line(str(error)) or type(error).__name__}") from error
+        except (ValueError, RecursionError) as error:
             raise _Passing(f"answered no JSON: {error}") from error
+
+
+def _check_url(url: str) -> None:
+    """Raise ValueError for what is no HTTP URL with a host: no later try would mend it."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        usable = usable and url.isascii() and url.isprintable() and " " not in url
+    except ValueError:  # of a port that is none, for one
+        usable = False
+    if not usable:
+        raise ValueError(f"endpoint {url!r} is no URL: give http://host:port/v1")
 
 
 def _read_key(path: str) -> str:
@@ -183,7 +193,20 @@ def _complaint(text: str) -> str:
     """The message of an error body in OpenAI's shape, or its beginning."""
     with suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text)["error"]["message"])
-    return text.strip()[:MAX_ERROR]
+    return _one_line(text)
+
+
+def _body_text(error: urllib.error.HTTPError) -> str:
+    """The body of an error, as far as it comes."""
+    with error, suppress(OSError, http.client.HTTPException):
+        return error.read().decode("utf-8", "replace")
+    return ""
+
+
+def _one_line(text: str) -> str:
+    """The beginning of a foreign text, fit for one line of a terminal."""
+    printable = "".join(letter if letter.isprintable() else " " for letter in text)
+    return " ".join(printable.split())[:MAX_ERROR]
 
 
 def _seconds(header: str | None) -> float:
@@ -225,7 +248,10 @@ def read_answer(tokenizer: Tokenizer, choice: Choice, end: int | None) -> tuple[
         return Unusable(f"it ended for the reason {choice.finish_reason!r}")
     ids = choice.token_ids
     if ids is None:
-        ids = tokenizer.encode(choice.text, allow_special=False)
+        try:
+            ids = tokenizer.encode(choice.text, allow_special=False)
+        except ValueError as error:  # half of a pair of surrogates
+            return Unusable(str(error))
         if REPLACEMENT in choice.text or tokenizer.decode(ids) != choice.text:
             return Unusable("its text does not come back from the target's tokens")
     elif any(not 0 <= token < tokenizer.size for token in ids):

@@ -24,6 +24,7 @@ from jetflow_core.sampling import SamplingParams
 from jetflow_train.config import EvaluateOptions
 from jetflow_train.data import Row
 from jetflow_train.features import RowFeatures
+from jetflow_train.files import replace_file
 from jetflow_train.prompts import EVALUATION, encode_prompts, read_prompts
 from jetflow_train.record import read_record
 from jetflow_train.simulate import answer_features, forced_metrics, head_rules, replayed_tau
@@ -110,7 +111,14 @@ def measure(
     `on_run(done, total)` is told of each decoded prompt. Raises ValueError for a head that does not fit the target,
     bad prompts, answers that are all one token long, and an output file that cannot be written.
     """
+    if options.output is not None:
+        _check_place(Path(options.output))  # before the work, not after it
     budgets = list(dict.fromkeys(options.budgets))
+    limit = llm.engine.max_model_len - options.max_tokens
+    if limit < 2:
+        raise ValueError(
+            f"max_tokens {options.max_tokens} leaves no room for a prompt in {llm.engine.max_model_len} positions; lower it"
+        )
     workloads = [
         (Path(file).stem, read_prompts(Path(file), limit=options.limit))
         for file in options.prompts or (str(EVALUATION),)
@@ -120,9 +128,8 @@ def measure(
     forced: dict[str, Forced] = {}
     measurements: list[Measurement] = []
     for name, prompts in workloads:
-        limit = llm.engine.max_model_len - options.max_tokens
         runs: dict[int, list[Run]] = {budget: [] for budget in budgets}
-        for ids in encode_prompts(llm.tokenizer, prompts, limit, name):
+        for ids in encode_prompts(llm.tokenizer, prompts, limit, name, "lower max_tokens"):
             for budget in budgets:
                 runs[budget].append(_decode(llm, ids, options.max_tokens, budget))
                 done += 1
@@ -135,10 +142,21 @@ def measure(
     result = Evaluation(facts, read_record(Path(options.head)), forced, measurements)
     if options.output is not None:
         try:
-            Path(options.output).write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+            replace_file(Path(options.output), (json.dumps(asdict(result), indent=1) + "\n").encode())
         except OSError as error:
             raise ValueError(f"{options.output}: cannot write the results ({error})") from error
     return result
+
+
+def _check_place(path: Path) -> None:
+    """Raise ValueError where no file `path` can be written."""
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot write the results ({error}); name another file") from error
 
 
 def _decode(llm: LLM, ids: Sequence[int], max_tokens: int, budget: int) -> Run:

@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -36,6 +37,7 @@ from jetflow_core.model import Decoder
 from jetflow_train.chats import Span
 from jetflow_train.data import Row, counted_spans, rows_fingerprint
 from jetflow_train.distributed import ALONE, Ranks, SharedTarget
+from jetflow_train.files import replace_file, sole_use
 
 ROWS_PER_SHARD = 64
 # Rows are joined into one pass up to so many tokens, which fills a GPU. A CPU is busy with one row.
@@ -135,9 +137,11 @@ def target_fingerprint(model: Decoder) -> str:
 class FeatureStore:
     """Reads the shards of a folder in order; `refresh` picks up shards that a running build has finished since."""
 
-    def __init__(self, path: Path, fingerprint: dict[str, Any]) -> None:
+    def __init__(self, path: Path, fingerprint: dict[str, Any], width: int) -> None:
+        """`width` is that of the taps, K·C."""
         self.path = path
         self._check(fingerprint)
+        self._widths = width, fingerprint["top"]
         self._shards: list[_Shard] = []
         self._rows: list[tuple[int, int]] = []
         self.refresh()
@@ -167,7 +171,7 @@ class FeatureStore:
 
     def _open(self, shard: Path) -> _Shard:
         try:
-            return _Shard(shard)
+            return _Shard(shard, *self._widths)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
             raise ValueError(f"{shard}: damaged features ({error}); delete {self.path} to make them again") from error
 
@@ -183,7 +187,7 @@ class FeatureStore:
 
 
 class _Shard:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, width: int, top: int) -> None:
         index = json.loads((path / "index.json").read_text(encoding="utf-8"))
         self.rows: list[int] = index["rows"]
         self.lengths: list[int] = index["lengths"]
@@ -195,6 +199,15 @@ class _Shard:
         self._start = np.concatenate([[0], np.cumsum(self.lengths)])
         outputs = [length - prompt for length, prompt in zip(self.lengths, self.prompts, strict=True)]
         self._output_start = np.concatenate([[0], np.cumsum(outputs)])
+        tokens, outputs = int(self._start[-1]), int(self._output_start[-1])
+        for name, array, dtype, shape in (
+            ("tokens", self._tokens, np.int32, (tokens,)),
+            ("taps", self._taps, np.uint16, (tokens, width)),
+            ("teacher_ids", self._ids, np.int32, (outputs, top)),
+            ("teacher_logp", self._logp, np.float16, (outputs, top)),
+        ):
+            if array.dtype != dtype or array.shape != shape:
+                raise ValueError(f"{name} is {array.dtype} {array.shape} instead of {np.dtype(dtype)} {shape}")
 
     def row(self, position: int) -> RowFeatures:
         tokens = slice(self._start[position], self._start[position + 1])
@@ -247,9 +260,26 @@ def build_features(
     except OSError as error:
         raise ValueError(f"{path}: cannot write features ({error})") from error
     ranks.wait()
-    store = FeatureStore(path, fingerprint)
+    store = FeatureStore(path, fingerprint, len(tap_layers) * model.config.hidden_size)
     for _ in range(len(store)):
         on_row()
+    missing = len(store) < len(rows)
+    with sole_use(path) if missing and ranks.leads else nullcontext():
+        _add_shards(store, model, rows, tap_layers, top, on_row, ranks)
+    return store
+
+
+def _add_shards(
+    store: FeatureStore,
+    model: Decoder,
+    rows: Sequence[Row],
+    tap_layers: Sequence[int],
+    top: int,
+    on_row: Callable[[], object],
+    ranks: Ranks,
+) -> None:
+    """Compute the shards that `store` lacks of `rows`, this rank's share of them, and wait for the other ranks'."""
+    path = store.path
     target = SharedTarget(model, ranks)
     for start in range(len(store), len(rows), ROWS_PER_SHARD)[ranks.rank :: ranks.world]:
         numbered = list(enumerate(rows))[start : start + ROWS_PER_SHARD]
@@ -261,11 +291,10 @@ def build_features(
         except OSError as error:
             shutil.rmtree(shard.with_name(shard.name + ".partial"), ignore_errors=True)  # room on a full disk
             raise ValueError(
-                f"{shard}: cannot write features ({error}); what was made before is kept, and the same command goes on"
+                f"{shard}: cannot write features ({error}); what was made before is kept: make room, and the same command goes on"
             ) from error
     target.follow()
     store.refresh()
-    return store
 
 
 def _check_top(model: Decoder, top: int) -> None:
@@ -363,13 +392,3 @@ def _teacher(model: Decoder, hidden: Tensor, top: int) -> tuple[Tensor, Tensor]:
         ids.append(best.indices)
         logp.append(best.values - torch.logsumexp(logits, dim=-1, keepdim=True))
     return torch.cat(ids), torch.cat(logp)
-
-
-def replace_file(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that a reader, or a crash, sees either the old content or the new."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)

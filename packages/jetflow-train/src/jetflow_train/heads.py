@@ -23,8 +23,12 @@ EXPANDED = 8  # nodes of a level that an EAGLE head's tree goes on from
 
 
 def head_config(model: Decoder, options: HeadOptions) -> HeadConfig | EagleConfig:
-    """The head's configuration: the target's shape with the options' changes."""
+    """The head's configuration: the target's shape with the options' changes. Raises ValueError for what cannot be."""
     target = model.config
+    if options.block_size > target.max_position_embeddings:
+        raise ValueError(
+            f"block_size {options.block_size} exceeds the target's {target.max_position_embeddings} positions"
+        )
     if options.kind == "eagle":
         return _eagle_config(target, options)
     mask = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id

@@ -24,7 +24,9 @@ def can_plot() -> bool:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Records of a run's `metrics.jsonl` in order of step: what a resumed run did again replaces what a kill had cut off."""
     records: list[dict[str, Any]] = []
-    for _, record in read_jsonl(path, partial_end=True):
+    for number, record in read_jsonl(path, partial_end=True):
+        if "step" not in record:
+            raise ValueError(f"{path}, line {number}: not the metrics of a training run; move the file away")
         while records and (records[-1]["step"] > record["step"] or _same(records[-1], record)):
             records.pop()
         records.append(record)

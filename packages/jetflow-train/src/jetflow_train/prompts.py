@@ -71,10 +71,12 @@ def _with_suffix(chat: Chat, suffix: str, where: str) -> Chat:
     return replace(chat, messages=[*chat.messages[:-1], {**last, "content": last["content"] + suffix}])
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt], max_length: int, source: str) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], max_length: int, source: str, remedy: str
+) -> list[list[int]]:
     """Token ids under the chat template, the assistant's turn opened.
 
-    Raises ValueError for a prompt that the template cannot express, or that leaves no room.
+    Raises ValueError for a prompt that the template cannot express, or that leaves no room; `remedy` says what makes room.
     """
     encoded: list[list[int]] = []
     for prompt in prompts:
@@ -85,7 +87,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt], max_length: 
         if len(ids) >= max_length:
             raise ValueError(
                 f"{source}: prompt {prompt.id} has {len(ids)} tokens, the limit is {max_length} with its answer; "
-                "raise max_length or remove it"
+                f"{remedy}, or remove it"
             )
         encoded.append(ids)
     return encoded

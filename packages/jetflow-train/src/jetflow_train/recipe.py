@@ -15,6 +15,7 @@ from jetflow_train.data import Row, read_rows, spread
 from jetflow_train.distributed import ALONE, Ranks, joined
 from jetflow_train.evaluate import Evaluation, evaluate
 from jetflow_train.features import Features, OnlineFeatures, build_features
+from jetflow_train.files import check_folder
 from jetflow_train.heads import continued_head, head_config, new_head, target_tables, training_dtype
 from jetflow_train.record import training_record, write_record
 from jetflow_train.regenerate import regenerate
@@ -39,6 +40,8 @@ def prepare(options: HeadOptions, progress: Progress, ranks: Ranks = ALONE) -> T
     """Target, rows, features and a fresh head (or `init`), ready to run or to resume from the output folder's checkpoint."""
     if options.tensorboard:
         require_tensorboard()  # before the work, not after it
+    if ranks.leads:
+        check_folder(Path(options.output))
     checkpoint = open_checkpoint(target_path(options.target))
     model = build_model(checkpoint, options.target_dtype, ranks.device(options.device))
     limit = min(options.max_length, model.config.max_position_embeddings)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row, is_held_out
-from jetflow_train.features import replace_file
+from jetflow_train.files import replace_file
 
 NAME = "training.json"
 PATHS = {"output", "features", "device", "data"}  # options that say where, not what

@@ -81,10 +81,15 @@ def regenerate(
     `on_row(done, total, tokens)` is told of each row, with its output length; `note` of what is left out. Returns how
     many rows were new. Raises ValueError for prompts, target, endpoint or output file that cannot be used.
     """
+    checkpoint = open_checkpoint(target_path(options.target))
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            f"{options.target}: this target has no tokenizer.json, without which it cannot be asked anything"
+        )
+    # The target reads no more than its positions, whatever the option allows.
+    options = replace(options, max_length=min(options.max_length, checkpoint.config.max_position_embeddings))
     if options.endpoint is not None:
-        tokenizer = open_checkpoint(target_path(options.target)).tokenizer
-        if tokenizer is None:
-            raise ValueError("this target has no tokenizer.json, which an endpoint's text cannot do without")
         return _fill(tokenizer, options, endpoint_source(tokenizer, options), on_row, note)
     config = EngineConfig(
         budget=options.budget if options.head else 0,
@@ -123,6 +128,11 @@ def _fill(tokenizer: Tokenizer, options: RegenerateOptions, answers: Answers, on
                 continue
             file.append(question.row(tokenizer, result))
             on_row(done, len(wanted), len(result.token_ids))
+    if left_out and left_out == len(wanted):
+        raise ValueError(
+            f"{options.endpoint}: none of {left_out} answers is a row; is it the target ({options.target or 'the demo model'}) "
+            "that is served there?"
+        )
     if left_out:
         note(f"{left_out} of {len(wanted)} rows are left out; the same command asks for them again")
     return len(missing) - left_out
@@ -208,7 +218,9 @@ def _prompts(tokenizer: Tokenizer, options: RegenerateOptions) -> Iterator[tuple
             replace(each, chat=replace(each.chat, template_kwargs=each.chat.template_kwargs | thinking))
             for each in prompts
         ]
-        encoded = encode_prompts(tokenizer, prompts, options.max_length, file)
+        encoded = encode_prompts(
+            tokenizer, prompts, options.max_length, file, "raise max_length as far as the target goes"
+        )
         yield from ((file, *pair) for pair in zip(prompts, encoded, strict=True))
 
 

@@ -7,7 +7,6 @@ disk that fills up costs the line at hand alone.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -16,6 +15,7 @@ from typing import Any
 
 from jetflow_train.chats import tokens_key
 from jetflow_train.data import RowKey, read_jsonl, row_key
+from jetflow_train.files import append_line, cut_partial_line, sole_use
 
 
 class RowFile:
@@ -28,7 +28,7 @@ class RowFile:
         for number, value in read_jsonl(path, partial_end=True):
             key = row_key(value, f"{path}, line {number}")
             self.present[key] = tokens_key(value.get("prompt_ids", ())), value.get("sampling")
-        self._end = _cut_partial_line(path)
+        self._end = cut_partial_line(path)
 
     def has(self, key: RowKey, prompt_ids: list[int], sampling: Mapping[str, Any]) -> bool:
         """Whether the row is there. Raises ValueError when it was made from another prompt or sampled in another way."""
@@ -45,34 +45,24 @@ class RowFile:
 
     def append(self, value: Mapping[str, Any]) -> None:
         """Write one row. An OSError leaves the file as it was."""
-        rest = memoryview(json.dumps(value, separators=(",", ":")).encode() + b"\n")
-        size = len(rest)
-        try:
-            while rest:
-                rest = rest[self._stream.write(rest) :]
-        except OSError:
-            os.truncate(self.path, self._end)
-            raise
-        self._end += size
+        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+        self._end = append_line(self._stream, self.path, self._end, line)
 
 
 @contextmanager
 def open_rows(path: Path) -> Generator[RowFile]:
-    """The file at `path`, made where it is missing. Raises ValueError for one that cannot be written or holds no rows."""
+    """The file at `path`, made where it is missing.
+
+    Raises ValueError for one that cannot be written, holds no rows, or is another run's to write at the moment.
+    """
+    if path.suffix == ".gz":
+        raise ValueError(f"{path}: rows are appended as plain text; name a .jsonl file and compress it afterwards")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as stream:  # a buffer would write its rest when a full disk has room again
+        # A buffer would write its rest when a full disk has room again.
+        with path.open("ab", buffering=0) as stream, sole_use(path):
             yield RowFile(path, stream)
     except OSError as error:
         raise ValueError(
             f"{path}: cannot write rows ({error}); those before are kept, and the same command goes on"
         ) from error
-
-
-def _cut_partial_line(path: Path) -> int:
-    """Cut off a last line without its newline; the size that is left."""
-    content = path.read_bytes()
-    size = content.rfind(b"\n") + 1
-    if size < len(content):
-        os.truncate(path, size)
-    return size

@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -28,11 +29,12 @@ from jetflow_train.blocks import (
     sample_prefixes,
 )
 from jetflow_train.calibration import calibrate
-from jetflow_train.checkpoint import checkpoints, export_head, load_checkpoint, save_checkpoint
+from jetflow_train.checkpoint import GO_ON, checkpoints, export_head, load_checkpoint, save_checkpoint, unreadable
 from jetflow_train.config import HeadOptions
 from jetflow_train.data import Row
 from jetflow_train.distributed import ALONE, Ranks, deal
 from jetflow_train.features import Features, RowFeatures
+from jetflow_train.files import append_line, check_folder, cut_partial_line, sole_use
 from jetflow_train.heads import set_draft_temperature
 from jetflow_train.losses import Divergence, SlotAcceptance, draft_index, slot_hits
 from jetflow_train.masters import MasterWeights
@@ -46,6 +48,7 @@ REPLAYED_ROWS, REPLAYED_TOKENS, REPLAYED_BUDGETS = 8, 48, (8, 32)
 CALIBRATED_TOKENS = 96  # of the same rows: a temperature is fitted on every node that they draft
 MAIN_BUDGET = REPLAYED_BUDGETS[-1]  # `best/` is the best head at this one
 STEPS_PER_LOG = 20
+TABLES = "target's tables"  # in a checkpoint, among the settings that must not change
 STEPS_PER_ACCEPTANCE = 8  # under D-PACE: a measurement costs another product with the LM head
 
 
@@ -103,10 +106,7 @@ class Trainer:
         self.order = DataOrder(rows, options, lambda: int(ranks.agree(store.refresh())))
         self._log = _StepLog()
         self._clock = time.monotonic()
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{self.output}: cannot write the output folder ({error})") from error
+        check_folder(self.output)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
@@ -123,8 +123,12 @@ class Trainer:
 
         `report` is called after every step, with a metrics record when there is one.
 
-        An interrupt (KeyboardInterrupt) saves a checkpoint before it goes on.
+        An interrupt (KeyboardInterrupt) saves a checkpoint before it goes on. Raises ValueError when another run writes there.
         """
+        with sole_use(self.output) if self.ranks.leads else nullcontext():
+            self._run(report)
+
+    def _run(self, report: Callable[[Trainer, dict[str, Any] | None], object]) -> None:
         self.resume()
         self.ranks.share(self._masters.named.values())
         self._masters.publish()
@@ -207,7 +211,7 @@ class Trainer:
         names = ", ".join(self.rows[row].id for row in rows)
         raise ValueError(
             f"step {self.position.step}: loss {loss}, gradient norm {norm} on rows {names}; the run stops here, "
-            "its last checkpoint is intact; lower the learning rate or look at these rows"
+            "what it saved before is intact; lower the learning rate or look at these rows"
         )
 
     def losses(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,8 +286,12 @@ class Trainer:
     def _record(self, values: dict[str, Any]) -> dict[str, Any]:
         record = asdict(self.position) | {"elapsed": round(self._elapsed(), 1)} | values
         if self.ranks.leads:
-            with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+            path = self.output / "metrics.jsonl"
+            try:
+                with path.open("ab", buffering=0) as stream:
+                    append_line(stream, path, cut_partial_line(path), json.dumps(record).encode() + b"\n")
+            except OSError as error:
+                raise ValueError(f"{path}: cannot write the metrics ({error}); {GO_ON}") from error
         return record
 
     def _elapsed(self) -> float:
@@ -315,8 +323,9 @@ class Trainer:
             return False
         path = found[-1]
         state = load_checkpoint(path)
-        # A run from before an option existed had its default.
-        had = {each.name: each.default for each in fields(HeadOptions)} | state["options"]
+        # A run from before an option existed had its default, and one that did not note its target's tables is trusted.
+        had = {each.name: each.default for each in fields(HeadOptions)} | {TABLES: self._tables_hash()}
+        had |= state["options"]
         for key, value in self._identity().items():
             if had.get(key) != value:
                 raise ValueError(
@@ -330,9 +339,17 @@ class Trainer:
                 f"{path}: that run's head does not fit this target ({error.args[0]}); "
                 "name another output folder, or delete the checkpoints"
             ) from error
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.acceptance.counts = state["acceptance"]
-        self.position = Position(**{each.name: state["position"][each.name] for each in fields(Position)})
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+            position = Position(**{each.name: state["position"][each.name] for each in fields(Position)})
+        except (KeyError, ValueError) as error:
+            raise unreadable(path, error) from error
+        if position.epoch_rows > len(self.rows):
+            raise ValueError(
+                f"{path}: that run had {position.epoch_rows} rows, this one has {len(self.rows)}; "
+                "give it the same data, or name another output folder"
+            )
+        self.acceptance.counts, self.position = state["acceptance"], position
         return True
 
     def _identity(self) -> dict[str, Any]:
@@ -348,7 +365,16 @@ class Trainer:
             "taps": list(config.target_layer_ids),
             "dtype": dtype,
             "draft vocabulary": vocabulary,
+            TABLES: self._tables_hash(),
         }
+
+    def _tables_hash(self) -> str:
+        """A hash of samples of the target's tables, which tells targets apart wherever they lie."""
+        digest = hashlib.sha256()
+        for table in self._tables:
+            flat = table.detach().flatten()
+            digest.update(flat[:: max(1, len(flat) // 997)].float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 class _StepLog:
