@@ -123,13 +123,9 @@ def test_a_head_for_another_width_is_refused() -> None:
         DraftHead(head.config, other.embed, other.lm_head.weight)
 
 
-def test_draft_vocabulary_outside_the_table_is_refused() -> None:
-    head = tiny_head(tiny_model())
-    with pytest.raises(ValueError, match="97"):
-        head.set_draft_vocab(torch.tensor([VOCAB]))
-
-
-def test_draft_vocabulary_with_an_id_twice_is_refused() -> None:
-    head = tiny_head(tiny_model())
-    with pytest.raises(ValueError, match="twice"):
-        head.set_draft_vocab(torch.tensor([1, 2, 1]))
+@pytest.mark.parametrize(
+    ("ids", "message"), [([VOCAB], "97"), ([-1], "97"), ([], "97"), ([0.5], "int64"), ([1, 2, 1], "twice")]
+)
+def test_a_draft_vocabulary_that_the_target_has_not_is_refused(ids: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_head(tiny_model(), draft_vocab=torch.tensor(ids))

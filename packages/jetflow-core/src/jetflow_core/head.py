@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import jetflow_triton as ops
+from jetflow_core.base_head import BaseHead, layer_tensors
 from jetflow_core.config import HeadConfig
-from jetflow_core.head_files import draft_rows, read_draft_vocab, read_weights, write_head
 from jetflow_core.layers import MLP, Attend, Attention, DecoderLayer, DecoderStack, Linear, RMSNorm
-from jetflow_core.rope import rope_table
+from jetflow_core.tensor_source import TensorSource
 from jetflow_core.weights import open_head
 
 
@@ -82,26 +82,19 @@ class SecondOrder:
         return torch.bmm(padded, self.rows[:, depth - 1])[owner, place]
 
 
-class DraftHead(nn.Module):
+class DraftHead(BaseHead[HeadConfig]):
     """Qwen3-style layers over a block of slots, with the target's fused hidden states as extra context keys and values.
 
-    `embed` and `lm_head` [V, C] belong to the target: frozen, shared, never stored with the head.
-    Raises ValueError when the target's tables do not fit the configuration.
+    Raises ValueError as `BaseHead` does, and for a mask token outside the target's table.
     """
 
     def __init__(self, config: HeadConfig, embed: Tensor, lm_head: Tensor, draft_vocab: Tensor | None = None) -> None:
-        super().__init__()
+        super().__init__(config, embed, lm_head, draft_vocab)
         width = config.hidden_size
-        if embed.shape[1] != width or lm_head.shape[1] != width:
-            raise ValueError(
-                f"draft head has hidden_size {width}, its target has {embed.shape[1]}: they do not belong together"
-            )
         if config.mask_token_id >= embed.shape[0]:
             raise ValueError(
                 f"draft head has mask_token_id {config.mask_token_id}, the target's table has {embed.shape[0]} rows"
             )
-        self.config = config
-        self.fc = Linear(len(config.target_layer_ids) * config.target_hidden_size, width)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
         self.layers = DecoderStack(_layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(width, config.rms_norm_eps)
@@ -111,30 +104,13 @@ class DraftHead(nn.Module):
             else None
         )
         self.mask_embed = nn.Parameter(torch.zeros(width)) if config.learned_mask else None
-        self.cos_sin: Tensor
-        self.register_buffer("cos_sin", _table(config), persistent=False)
-        self._target = {
-            "embed": embed,
-            "lm_head": lm_head,
-        }  # a plain dict keeps the target's tables out of the parameters
-        self.draft_vocab: Tensor | None = None
-        self._rows = Linear(width, lm_head.shape[0])
-        self.set_draft_vocab(draft_vocab)
-        self._context: Linear | None = None
         self._output_table: Tensor | None = None
         self._token_table: Tensor | None = None
         self._before_table: Tensor | None = None
 
-    def set_draft_vocab(self, ids: Tensor | None) -> None:
-        """Restrict the logits to the target ids [V'], each once; None scores the whole vocabulary."""
-        self._rows.weight = nn.Parameter(draft_rows(self._target["lm_head"], ids), requires_grad=False)
-        self.draft_vocab = ids
-
     def reset_parameters(self, std: float = 0.02) -> None:
         """Initialise for training: normal weights, and corrections that start at zero."""
-        for module in self.modules():
-            if isinstance(module, Linear) and module is not self._rows and module.weight is not None:
-                nn.init.normal_(module.weight, std=std)
+        super().reset_parameters(std)
         if self.pairwise is not None and self.pairwise.down.weight is not None:
             nn.init.zeros_(self.pairwise.down.weight)
         if self.mask_embed is not None:
@@ -152,9 +128,9 @@ class DraftHead(nn.Module):
         The features are the same for all layers, so one product with the stacked projections serves them all.
         """
         config = self.config
-        packed = self._context
-        stacked = functional.linear(features, self._context_weight()) if packed is None else packed(features)
-        stacked = stacked.view(len(features), config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        stacked = self._project_context(features).view(
+            len(features), config.num_layers, 2, config.num_kv_heads, config.head_dim
+        )
         no_query = features.new_empty(len(features), 0, config.head_dim)
         pairs: list[tuple[Tensor, Tensor]] = []
         for index, layer in enumerate(self.layers):
@@ -177,10 +153,6 @@ class DraftHead(nn.Module):
         if self.mask_embed is not None:
             x = torch.where((input_ids == self.config.mask_token_id)[:, None], self.mask_embed, x)
         return self.layers(x, positions, self.cos_sin, attend, self.norm)[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Draft logits [T, V'] of hidden states [T, C]."""
-        return self._rows(hidden)
 
     def condition(self, hidden: Tensor, previous: Tensor, before: Tensor) -> Tensor:
         """Hidden states [T, C] corrected for the target ids one (`previous` [T]) and two back (`before` [T], which counts for
@@ -225,40 +197,15 @@ class DraftHead(nn.Module):
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def save(self, path: Path) -> None:
-        """Write `config.json` and `model.safetensors` (bfloat16, the public DFlash tensor names) into the folder `path`.
-
-        Raises OSError when the disk refuses.
-        """
-        write_head(path, self.config.to_hf(), _named_tensors(self), self.draft_vocab)
-
     @classmethod
-    def load(cls, path: str | Path, embed: Tensor, lm_head: Tensor) -> DraftHead:
-        """Read a head folder (or hub id) for the target whose tables are given, in the tables' dtype and device.
-
-        Raises CheckpointError naming file and tensor for anything missing, extra or mis-shaped.
-        """
-        config, source = open_head(path)
-        draft_vocab = read_draft_vocab(source, config.draft_vocab_size, embed.device)
-        try:
-            head = cls(config, embed, lm_head, draft_vocab)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-        read_weights(source, _named_tensors(head))
-        return head.to(device=embed.device, dtype=embed.dtype).requires_grad_(False).float_tables()
-
-    def float_tables(self) -> DraftHead:
-        """Keep the rotary table in float32 after a cast of the module."""
-        self.cos_sin = _table(self.config).to(self.cos_sin.device)
-        return self
+    def _open(cls, path: str | Path) -> tuple[HeadConfig, TensorSource]:
+        return open_head(path)
 
     def pack(self) -> None:
         """Prepare for inference: stacked and packed weights, and both ends of the pairwise MLP as tables over the draft ids.
 
         The tables are the tokens' parts of its first layer [V', 2P], and its last projection seen through the LM head [V', P].
         """
-        self._context = Linear(self.config.hidden_size, len(self._context_weight()))
-        self._context.weight = nn.Parameter(self._context_weight().detach(), requires_grad=False)
         if self.pairwise is not None:
             embed = self._target["embed"]
             with torch.no_grad():
@@ -267,67 +214,38 @@ class DraftHead(nn.Module):
                 if self.pairwise.before is not None:
                     self._before_table = self.pairwise.before_part(previous)
                 self._output_table = self._rows.dense @ self.pairwise.down.dense
-        self._target.pop("lm_head", None)  # `_rows` holds what drafting needs of it
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        super().pack()
 
     def _context_weight(self) -> Tensor:
         """The k and v rows [L·2·Hk·D, C] of every layer's fused projection."""
         first = self.config.num_heads * self.config.head_dim
         return torch.cat([layer.attention.qkv.dense[first:] for layer in self.layers])
 
-
-def _table(config: HeadConfig) -> Tensor:
-    """Rotary rows for every context position and for the block that hangs off the last of them."""
-    limit = config.max_position_embeddings
-    return rope_table(config.rope, config.head_dim, limit + config.block_size, limit)
+    def _named_tensors(self) -> list[tuple[str, Tensor]]:
+        named: list[tuple[str, Tensor]] = [
+            ("fc.weight", self.fc.dense),
+            ("hidden_norm.weight", self.hidden_norm.weight),
+            ("norm.weight", self.norm.weight),
+        ]
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer.feed_forward, MLP)
+            named.append((f"layers.{index}.input_layernorm.weight", layer.input_norm.weight))
+            named += layer_tensors(f"layers.{index}", layer.attention, layer.post_attention_norm, layer.feed_forward)
+        if self.pairwise is not None:
+            named += [
+                ("pairwise.norm.weight", self.pairwise.norm.weight),
+                ("pairwise.previous.weight", self.pairwise.previous.dense),
+                ("pairwise.hidden.weight", self.pairwise.hidden.dense),
+                ("pairwise.down.weight", self.pairwise.down.dense),
+            ]
+            if self.pairwise.before is not None:
+                named.append(("pairwise.before.weight", self.pairwise.before.dense))
+        if self.mask_embed is not None:
+            named.append(("mask_embed", self.mask_embed))
+        return named
 
 
 def _layer(config: HeadConfig) -> DecoderLayer:
     width, eps = config.hidden_size, config.rms_norm_eps
     attention = Attention(width, config.num_heads, config.num_kv_heads, config.head_dim, eps, qk_norm=True)
     return DecoderLayer(attention, MLP(width, config.intermediate_size), width, eps)
-
-
-def _named_tensors(head: DraftHead) -> list[tuple[str, Tensor]]:
-    """Every stored tensor under its file name; fused projections appear as the views of their parts."""
-    config = head.config
-    sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
-    named: list[tuple[str, Tensor]] = [
-        ("fc.weight", head.fc.dense),
-        ("hidden_norm.weight", head.hidden_norm.weight),
-        ("norm.weight", head.norm.weight),
-    ]
-    for index, layer in enumerate(head.layers):
-        assert isinstance(layer.feed_forward, MLP)
-        prefix, attention = f"layers.{index}", layer.attention
-        named += [
-            (f"{prefix}.self_attn.{name}_proj.weight", part)
-            for name, part in zip("qkv", attention.qkv.dense.split(sizes), strict=True)
-        ]
-        assert attention.q_norm is not None
-        assert attention.k_norm is not None
-        gate, up = layer.feed_forward.gate_up.dense.chunk(2)
-        named += [
-            (f"{prefix}.self_attn.o_proj.weight", attention.o.dense),
-            (f"{prefix}.self_attn.q_norm.weight", attention.q_norm),
-            (f"{prefix}.self_attn.k_norm.weight", attention.k_norm),
-            (f"{prefix}.input_layernorm.weight", layer.input_norm.weight),
-            (f"{prefix}.post_attention_layernorm.weight", layer.post_attention_norm.weight),
-            (f"{prefix}.mlp.gate_proj.weight", gate),
-            (f"{prefix}.mlp.up_proj.weight", up),
-            (f"{prefix}.mlp.down_proj.weight", layer.feed_forward.down.dense),
-        ]
-    if head.pairwise is not None:
-        named += [
-            ("pairwise.norm.weight", head.pairwise.norm.weight),
-            ("pairwise.previous.weight", head.pairwise.previous.dense),
-            ("pairwise.hidden.weight", head.pairwise.hidden.dense),
-            ("pairwise.down.weight", head.pairwise.down.dense),
-        ]
-        if head.pairwise.before is not None:
-            named.append(("pairwise.before.weight", head.pairwise.before.dense))
-    if head.mask_embed is not None:
-        named.append(("mask_embed", head.mask_embed))
-    return named

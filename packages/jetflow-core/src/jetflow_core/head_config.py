@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from jetflow_core.config_fields import (
     Fields,
@@ -31,19 +31,16 @@ OWN_KEYS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """A JetFlow draft head (`causal`) or a DFlash one (bidirectional), with its link to the target.
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """What the heads of every kind have: a decoder's shape, and the link to the target.
 
-    `target_layer_ids` are tapped target layers (a tap is the *output* of that layer). Slot k of a block with its
-    anchor at position a predicts the token at a + k, for k in 1 … block_size − 1. `num_target_layers` is None where
+    `target_layer_ids` are tapped target layers (a tap is the *output* of that layer). `num_target_layers` is None where
     the file does not say (the speculators layout).
 
     Raises `ValueError` naming the key and the value of an impossible setting.
     """
 
-    block_size: int
-    mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None
     target_hidden_size: int
@@ -57,12 +54,7 @@ class HeadConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
-    causal: bool = True
-    branch_conditioning: str = "pairwise"  # "none" | "pairwise"
-    pairwise_size: int = 0  # inner width of the pairwise MLP
-    pairwise_order: int = 1  # tokens back that the pairwise MLP sees: 1 or 2
     draft_vocab_size: int | None = None  # None: the target's whole vocabulary
-    learned_mask: bool = False  # an own embedding for the mask slots instead of the target's row
     draft_temperature: float = 1.0  # draft log-probabilities divided by it tell how often paths are accepted
 
     def __post_init__(self) -> None:
@@ -78,6 +70,60 @@ class HeadConfig:
             self.rms_norm_eps,
         )
         check_positive(target_hidden_size=self.target_hidden_size)
+        check_taps(self.target_layer_ids, self.num_target_layers)
+        check_draft_temperature(self.draft_temperature)
+        check_draft_vocab(self.draft_vocab_size, self.vocab_size)
+
+    def decoder_to_hf(self) -> dict[str, object]:
+        """The decoder's usual keys of `config.json`."""
+        return {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            **self.rope.to_hf(),
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+
+
+def decoder_from_hf(fields: Fields) -> dict[str, Any]:
+    """The fields of `DraftConfig` that the decoder's usual keys of `config.json` hold. Raises ValueError."""
+    heads, positions = fields.integer("num_attention_heads"), fields.integer("max_position_embeddings")
+    return {
+        "num_layers": fields.integer("num_hidden_layers"),
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", heads),
+        "head_dim": fields.integer("head_dim", 128),
+        "vocab_size": fields.integer("vocab_size"),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rope": RopeConfig.from_hf(fields, positions),
+        "max_position_embeddings": positions,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(DraftConfig):
+    """A JetFlow draft head (`causal`) or a DFlash one (bidirectional).
+
+    Slot k of a block with its anchor at position a predicts the token at a + k, for k in 1 … block_size − 1.
+    """
+
+    block_size: int
+    mask_token_id: int
+    causal: bool = True
+    branch_conditioning: str = "pairwise"  # "none" | "pairwise"
+    pairwise_size: int = 0  # inner width of the pairwise MLP
+    pairwise_order: int = 1  # tokens back that the pairwise MLP sees: 1 or 2
+    learned_mask: bool = False  # an own embedding for the mask slots instead of the target's row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.block_size < 2:
             raise ValueError(f"block_size = {self.block_size}: must be at least 2 (the anchor and one drafted slot)")
         check_at_most(
@@ -86,7 +132,6 @@ class HeadConfig:
             self.vocab_size - 1,
             f"vocab_size is {self.vocab_size}",
         )
-        check_taps(self.target_layer_ids, self.num_target_layers)
         if self.branch_conditioning not in CONDITIONINGS:
             raise ValueError(
                 f"branch_conditioning = {self.branch_conditioning!r}: supported are {', '.join(CONDITIONINGS)}"
@@ -101,8 +146,6 @@ class HeadConfig:
                 f"pairwise_order = {self.pairwise_order}: must be 1, or 2 with branch_conditioning 'pairwise', "
                 f"which is {self.branch_conditioning!r}"
             )
-        check_draft_temperature(self.draft_temperature)
-        check_draft_vocab(self.draft_vocab_size, self.vocab_size)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, object], source: str) -> HeadConfig:
@@ -126,28 +169,15 @@ class HeadConfig:
         for key in own.data:
             if key not in OWN_KEYS:
                 raise own.error(key, f"unknown; known are {', '.join(sorted(OWN_KEYS))}")
-        hidden, heads = (
-            fields.integer("hidden_size"),
-            fields.integer("num_attention_heads"),
-        )
-        positions = fields.integer("max_position_embeddings")
         with located(source):
+            decoder = decoder_from_hf(fields)
             return cls(
+                **decoder,
                 block_size=_shared(fields, nested, "block_size")[0],
                 mask_token_id=_shared(fields, nested, "mask_token_id")[0],
                 target_layer_ids=_shared(fields, nested, "target_layer_ids"),
                 num_target_layers=fields.maybe_integer("num_target_layers"),
-                target_hidden_size=own.integer("target_hidden_size", hidden),
-                vocab_size=fields.integer("vocab_size"),
-                hidden_size=hidden,
-                intermediate_size=fields.integer("intermediate_size"),
-                num_layers=fields.integer("num_hidden_layers"),
-                num_heads=heads,
-                num_kv_heads=fields.integer("num_key_value_heads", heads),
-                head_dim=fields.integer("head_dim", 128),
-                max_position_embeddings=positions,
-                rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-                rope=RopeConfig.from_hf(fields, positions),
+                target_hidden_size=own.integer("target_hidden_size", decoder["hidden_size"]),
                 causal=_causal(fields),
                 branch_conditioning=own.string("branch_conditioning", "none"),
                 pairwise_size=own.integer("pairwise_size", 0),
@@ -185,16 +215,7 @@ class HeadConfig:
                 "target_hidden_size": self.target_hidden_size,
                 "draft_temperature": self.draft_temperature,
             },
-            "num_hidden_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "rms_norm_eps": self.rms_norm_eps,
-            **self.rope.to_hf(),
-            "max_position_embeddings": self.max_position_embeddings,
+            **self.decoder_to_hf(),
             "layer_types": ["full_attention"] * self.num_layers,
             "sliding_window": None,
             "use_sliding_window": False,
