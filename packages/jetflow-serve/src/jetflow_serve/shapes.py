@@ -64,24 +64,15 @@ def shape_of(config: ModelConfig, head: HeadConfig | None, name: str) -> Shape:
             f"{name} has {config.num_heads // config.num_kv_heads} query heads a KV head; the model of attention ends at {ROWS}"
         )
     sparse = sum(config.is_sparse(layer) for layer in range(config.num_layers))
-    common = Model(
-        name=name,
-        hidden=config.hidden_size,
-        layers=config.num_layers - sparse,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        width=config.head_dim,
-        inner=config.intermediate_size,
-        vocab=config.vocab_size,
-    )
+    dense = replace(_model(config, name), layers=config.num_layers - sparse)
     experts = replace(
-        common,
+        dense,
         layers=sparse,
         inner=config.moe_intermediate_size,
         experts=config.num_experts,
         top_k=config.num_experts_per_tok,
     )
-    stacks = tuple(stack for stack in (common, experts) if stack.layers)
+    stacks = tuple(stack for stack in (dense, experts) if stack.layers)
     if head is not None and (head.target_hidden_size, head.hidden_size) != (config.hidden_size, config.hidden_size):
         raise ValueError(
             f"the draft head is for a target of hidden size {head.target_hidden_size} and has {head.hidden_size} itself, "
@@ -92,18 +83,23 @@ def shape_of(config: ModelConfig, head: HeadConfig | None, name: str) -> Shape:
 
 def head_shape(config: HeadConfig) -> HeadShape:
     """The shape of a head's configuration."""
-    layers = Model(
-        name="head",
+    layers = replace(_model(config, "head"), vocab=config.draft_vocab_size or config.vocab_size)
+    taps = len(config.target_layer_ids) * config.target_hidden_size
+    return HeadShape(layers, config.block_size, taps, config.pairwise_size)
+
+
+def _model(config: ModelConfig | HeadConfig, name: str) -> Model:
+    """A decoder whose layers are all dense, with the configuration's sizes."""
+    return Model(
+        name=name,
         hidden=config.hidden_size,
         layers=config.num_layers,
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         width=config.head_dim,
         inner=config.intermediate_size,
-        vocab=config.draft_vocab_size or config.vocab_size,
+        vocab=config.vocab_size,
     )
-    taps = len(config.target_layer_ids) * config.target_hidden_size
-    return HeadShape(layers, config.block_size, taps, config.pairwise_size)
 
 
 # The layers, block and taps of the public DFlash and JetSpec heads, with the pairwise conditioning of the demo head.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jetflow_core.config import HeadConfig, ModelConfig, default_tap_layers
+from jetflow_core.config import HeadConfig, default_tap_layers
 from jetflow_core.eagle import EagleHead
 from jetflow_core.eagle_config import EagleConfig
 from jetflow_core.head import DraftHead, PairwiseMLP
@@ -24,56 +26,42 @@ EXPANDED = 8  # nodes of a level that an EAGLE head's tree goes on from
 
 def head_config(model: Decoder, options: HeadOptions) -> HeadConfig | EagleConfig:
     """The head's configuration: the target's shape with the options' changes. Raises ValueError for what cannot be."""
-    target = model.config
+    return head_shape(model.config, options)
+
+
+def head_shape(target: ModelConfig, options: HeadOptions) -> HeadConfig | EagleConfig:
+    """`head_config` for a target whose weights are not loaded."""
     if options.block_size > target.max_position_embeddings:
         raise ValueError(
             f"block_size {options.block_size} exceeds the target's {target.max_position_embeddings} positions"
         )
+    shared: dict[str, Any] = {
+        "target_layer_ids": default_tap_layers(target.num_layers, options.taps),
+        "num_target_layers": target.num_layers,
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": options.intermediate_size or target.intermediate_size,
+        "num_heads": target.num_heads,
+        "num_kv_heads": target.num_kv_heads,
+        "head_dim": target.head_dim,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope": target.rope,
+        "draft_vocab_size": options.draft_vocab_size,
+    }
     if options.kind == "eagle":
-        return _eagle_config(target, options)
-    mask = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
+        return EagleConfig(**shared, depth=options.block_size - 1, expanded=EXPANDED)
     return HeadConfig(
+        **shared,
         block_size=options.block_size,
-        mask_token_id=mask,
-        target_layer_ids=default_tap_layers(target.num_layers, options.taps),
-        num_target_layers=target.num_layers,
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=options.intermediate_size or target.intermediate_size,
+        mask_token_id=target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id,
         num_layers=options.layers,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
         causal=options.attention == "causal",
         branch_conditioning="pairwise" if options.pairwise_size else "none",
         pairwise_size=options.pairwise_size,
         pairwise_order=options.pairwise_order,
-        draft_vocab_size=options.draft_vocab_size,
         learned_mask=options.learned_mask,
-    )
-
-
-def _eagle_config(target: ModelConfig, options: HeadOptions) -> EagleConfig:
-    return EagleConfig(
-        depth=options.block_size - 1,
-        expanded=EXPANDED,
-        target_layer_ids=default_tap_layers(target.num_layers, options.taps),
-        num_target_layers=target.num_layers,
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=options.intermediate_size or target.intermediate_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
-        draft_vocab_size=options.draft_vocab_size,
     )
 
 
@@ -175,6 +163,16 @@ def target_tables(model: Decoder, dtype: torch.dtype = torch.float32) -> tuple[t
     """The target's input table and LM head [V, C] in `dtype`, which a head shares."""
     assert model.lm_head.weight is not None, "a packed target has no LM-head rows to share"
     return model.embed.detach().to(dtype), model.lm_head.weight.detach().to(dtype)
+
+
+def target_mark(embed: Tensor) -> str:
+    """A hash of samples of the target's input table [V, C], which tells targets apart wherever they lie.
+
+    It does not depend on whether the table was loaded in bfloat16 or float32.
+    """
+    flat = embed.detach().flatten()
+    sample = flat[:: max(1, len(flat) // 997)].to(torch.bfloat16).float()
+    return hashlib.sha256(sample.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def training_dtype(dtype: str, device: torch.device) -> torch.dtype:
