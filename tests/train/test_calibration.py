@@ -70,6 +70,18 @@ def test_too_few_nodes_say_nothing() -> None:
     assert calibrate(head, [features_of(MODEL, rows[0])], head_rules(head), 4, 3) is None
 
 
+def test_one_row_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a second row there is nothing to hold a fit against, however many nodes the first one has."""
+    monkeypatch.setattr("jetflow_train.calibration.LEAST_NODES", 1)
+    rows = tiny_rows(2)
+    head = tiny_head(MODEL, rows).requires_grad_(False)
+    head.pack()
+    items = [features_of(MODEL, row, number) for number, row in enumerate(rows)]
+    _, accepted = node_outcomes(head, items[:1], head_rules(head), 12, 10)
+    assert 0 < accepted.sum() < len(accepted)
+    assert calibrate(head, items[:1], head_rules(head), 12, 10) is None
+
+
 @pytest.mark.parametrize(("fitted", "exported"), [(Calibration(1.7041, 500, -0.5, -0.4), 1.704), (None, 1.0)])
 def test_the_exported_head_has_the_fitted_temperature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fitted: Calibration | None, exported: float

@@ -269,10 +269,10 @@ def test_another_target_of_the_same_shape_is_refused(tmp_path: Path) -> None:
     options = replace(tiny_options(steps=2, online=True), output=str(tmp_path / "run"))
     new_trainer(MODEL, ROWS, options, Progress()).run()
     other = new_trainer(tiny_model(seed=5), ROWS, options, Progress())
-    with pytest.raises(ValueError, match=r"that run had target's tables = .*; name another output folder"):
+    with pytest.raises(ValueError, match=r"that run had target's table = .*; name another output folder"):
         other.run()
     (path,) = checkpoints(tmp_path / "run")
-    changed(path, lambda state: state["options"].pop("target's tables"))  # as earlier versions wrote it
+    changed(path, lambda state: state["options"].pop("target's table"))  # as earlier versions wrote it
     assert other.resume()
 
 

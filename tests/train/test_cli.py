@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from report_samples import evaluation
+from safetensors.torch import load_file
+from tiny_checkpoint import write_checkpoint, write_prompts
 
 from jetflow_train import cli
 from jetflow_train.config import (
@@ -332,3 +334,55 @@ def test_places_in_the_file_are_kept_and_followed(tmp_path: Path) -> None:
     )
     assert (regenerating.output, training.data, training.output) == ("here/rows.jsonl", ("a.jsonl",), "here")
     assert evaluating.head == "h"
+
+
+# -- the whole recipe ---------------------------------------------------------------------------------------------------
+
+RECIPE = """
+[regenerate]
+prompts = ["{prompts}"]
+max_tokens = 16
+[head]
+steps = 3
+taps = {taps}
+layers = 1
+block_size = 4
+pairwise_size = 8
+draft_vocab_size = "none"
+teacher_top = 8
+anchors = 4
+blocks = 8
+held_out = 0.2
+[evaluate]
+prompts = ["{prompts}"]
+limit = 2
+max_tokens = 8
+budgets = [0, 4]
+"""
+
+
+def test_the_whole_recipe_from_prompts_to_a_head_and_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, prompts = write_checkpoint(tmp_path / "target"), write_prompts(tmp_path / "load.jsonl", 12)
+    config, output = tmp_path / "run.toml", tmp_path / "out"
+    command = ["--config", str(config), "--target", target, "--output", str(output), "--device", "cpu"]
+    config.write_text(RECIPE.format(prompts=prompts, taps=5))
+    assert cli.main(command) == 1
+    assert "5 taps need a target with at least 8 layers" in capsys.readouterr().err
+    assert not output.exists()  # which is said before the prompts are answered
+    config.write_text(RECIPE.format(prompts=prompts, taps=1))
+    for _ in range(2):  # the second time everything is there but the measures
+        assert cli.main(command) == 0
+        text = capsys.readouterr().out
+        header, _, plain, drafted = text[text.index("workload") :].splitlines()[:4]
+        for column in ("τ untrained", "speed-up untrained", "τ predicted", "plain tokens/s", "speed-up", "same text"):
+            assert column in header
+        assert plain.split()[:2] == ["load", "0"]
+        assert drafted.split()[:2] == ["load", "4"]
+        assert drafted.split()[-1] == "2/2"
+        assert f"head: {output / 'head'}\n" in text
+        assert "WARNING" not in text
+    assert len((output / "rows.jsonl").read_text().splitlines()) == 12
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-00000003.pt"]
+    assert load_file(output / "head" / "model.safetensors")

@@ -228,6 +228,7 @@ def test_rows_that_do_not_fit_are_told_of_and_asked_again(tmp_path: Path, fake: 
     notes: list[str] = []
     seen: list[tuple[int, int, int]] = []
     assert regenerate(options(tmp_path, fake, target), lambda *row: seen.append(row), notes.append) == 2
+    assert notes.pop(0) == f"the-target answers at {fake.url}"
     assert sorted(notes)[1:] == [
         "row p/1 is left out: its text does not come back from the target's tokens",
         "row p/2 is left out: its text does not come back from the target's tokens",

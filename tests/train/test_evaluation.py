@@ -17,6 +17,7 @@ from training_tiny import features_of, tiny_head, tiny_model, tiny_options, tiny
 from jetflow_core.config import default_tap_layers
 from jetflow_train.blocks import BlockRules
 from jetflow_train.data import Row
+from jetflow_train.heads import target_mark
 from jetflow_train.record import dataset_of, read_record, training_record, write_record
 from jetflow_train.report import FORCED_TOLERANCE, TOLERANCE, evaluation_report, markdown_table, notes, warnings
 from jetflow_train.simulate import answer_features, head_rules, replayed_tau
@@ -50,6 +51,23 @@ def test_a_tree_smaller_than_a_chain_is_not_held_to_it() -> None:
     small = replace(made, measurements=[replace(each, budget=each.budget // 4) for each in made.measurements])
     assert [each.budget for each in small.measurements] == [0, 2]
     assert not warnings(small)
+
+
+def test_a_head_of_another_target_is_a_warning() -> None:
+    trained = TRAINING | {"target": "org/other", "target_mark": "other"}
+    made = evaluation(2.0, training=trained)
+    made = replace(made, facts=made.facts | {"target_mark": "this"})
+    (line,) = warnings(made)
+    assert line.startswith("WARNING: this head was trained for another target, org/other")
+    assert not warnings(replace(made, facts=made.facts | {"target_mark": "other"}))
+    assert not warnings(replace(made, training=TRAINING))  # a head from before targets were noted
+
+
+def test_a_targets_mark_is_its_table_whatever_the_precision() -> None:
+    table = torch.randn(61, 32)
+    assert target_mark(table) == target_mark(table.bfloat16()) == target_mark(table.bfloat16().float())
+    assert target_mark(table) != target_mark(table + 0.1)
+    assert target_mark(table) != target_mark(table[:, :16])
 
 
 def test_a_workload_unlike_the_training_data_is_noted() -> None:
@@ -90,7 +108,7 @@ def test_a_markdown_table() -> None:
 
 def test_the_record_counts_data_sets(tmp_path: Path) -> None:
     rows = [Row(f"gsm8k/train/{i}", 0.0, (1, i), (2, 3)) for i in range(40)] + [Row("loose", None, (1,), (2, 3, 4))]
-    record = training_record(rows, tiny_options(held_out=0.2), {"step": 4, "blocks": 32})
+    record = training_record(rows, tiny_options(held_out=0.2), {"step": 4, "blocks": 32}, "abc")
     counts = record["data"]["gsm8k"]
     assert counts["rows"] + counts["held_out"] == 40
     assert 0 < counts["held_out"] < 20
@@ -99,6 +117,7 @@ def test_the_record_counts_data_sets(tmp_path: Path) -> None:
     assert (record["temperatures"], record["corpus_rows"]) == ([0.0], 1)
     assert record["template_variants"] == [""]
     assert record["options"]["block_size"] == 5
+    assert (record["target"], record["target_mark"]) == ("demo model", "abc")
     assert "output" not in record["options"]
     assert read_record(tmp_path) is None
     write_record(tmp_path / "head", record)

@@ -45,7 +45,7 @@ def calibrate(
     """
     parts = [node_outcomes(head, each, rules, budget, max_tokens) for each in (items[::2], items[1::2])]
     scores, accepted = (np.concatenate(column) for column in zip(*parts, strict=True))
-    if len(scores) < LEAST_NODES or not 0 < accepted.sum() < len(accepted):
+    if len(scores) < LEAST_NODES or not 0 < accepted.sum() < len(accepted) or not all(len(part[0]) for part in parts):
         return None
     for fitted_on, held_out in (parts, parts[::-1]):
         if log_likelihood(*held_out, fit_temperature(*fitted_on)) <= log_likelihood(*held_out, 1.0):

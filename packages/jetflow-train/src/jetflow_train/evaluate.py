@@ -25,6 +25,7 @@ from jetflow_train.config import EvaluateOptions
 from jetflow_train.data import Row
 from jetflow_train.features import RowFeatures
 from jetflow_train.files import replace_file
+from jetflow_train.heads import target_mark
 from jetflow_train.prompts import EVALUATION, encode_prompts, read_prompts
 from jetflow_train.record import read_record
 from jetflow_train.simulate import answer_features, forced_metrics, head_rules, replayed_tau
@@ -138,6 +139,7 @@ def measure(
         measurements += summarise(name, runs, predicted)
     engine = llm.engine
     facts = {"target": options.target or "demo model", "head": options.head}
+    facts["target_mark"] = target_mark(engine.model.embed)
     facts |= host.describe(engine.device, engine.model.embed.dtype, PACKAGES)
     result = Evaluation(facts, read_record(Path(options.head)), forced, measurements)
     if options.output is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetflow_core.config import HeadConfig, default_tap_layers
+from jetflow_core.config import HeadConfig, ModelConfig, default_tap_layers
 from jetflow_core.eagle import EagleHead
 from jetflow_core.eagle_config import EagleConfig
 from jetflow_core.head import DraftHead, PairwiseMLP

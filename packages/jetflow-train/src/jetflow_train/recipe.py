@@ -16,7 +16,7 @@ from jetflow_train.distributed import ALONE, Ranks, joined
 from jetflow_train.evaluate import Evaluation, evaluate
 from jetflow_train.features import Features, OnlineFeatures, build_features
 from jetflow_train.files import check_folder
-from jetflow_train.heads import continued_head, head_config, new_head, target_tables, training_dtype
+from jetflow_train.heads import continued_head, head_config, head_shape, new_head, target_tables, training_dtype
 from jetflow_train.record import training_record, write_record
 from jetflow_train.regenerate import regenerate
 from jetflow_train.targets import target_path
@@ -89,7 +89,7 @@ def run_training(trainer: Trainer, progress: Progress) -> Path:
         nonlocal recorded
         measured = record if record is not None and "loss" not in record else None
         if measured is not None or not recorded:  # not before a step was made: the folder may be another run's
-            made = training_record(trainer.rows, options, measured)
+            made = training_record(trainer.rows, options, measured, trainer.target)
             write_record(head, made)
             if measured is not None and measured["best_tau"] == measured.get("replayed_tau", {}).get(MAIN_BUDGET):
                 write_record(trainer.output / "best", made)
@@ -106,7 +106,11 @@ def run_training(trainer: Trainer, progress: Progress) -> Path:
 def run_recipe(
     regenerating: RegenerateOptions, training: HeadOptions, evaluating: EvaluateOptions, progress: Progress
 ) -> tuple[Evaluation, Evaluation, Path]:
-    """Regenerate, train and evaluate; (evaluation of the untrained head at the first budget, of the trained one, its folder)."""
+    """Regenerate, train and evaluate; (evaluation of the untrained head at the first budget, of the trained one, its folder).
+
+    Raises ValueError as its parts do, for a head that does not fit the target before anything is made.
+    """
+    head_shape(open_checkpoint(target_path(training.target)).config, training)  # what cannot be is said before the work
     regenerate(regenerating, progress.rows, progress.note)
     trainer = prepare(training, progress)
     untrained = trainer.output / "untrained-head"

@@ -22,8 +22,12 @@ def dataset_of(row_id: str) -> str:
     return name if slash else "unnamed"
 
 
-def training_record(rows: Sequence[Row], options: HeadOptions, results: dict[str, Any] | None) -> dict[str, Any]:
-    """The record of a run on `rows`; `results` is the last held-out record of the metrics, None before there is one."""
+def training_record(
+    rows: Sequence[Row], options: HeadOptions, results: dict[str, Any] | None, mark: str
+) -> dict[str, Any]:
+    """The record of a run on `rows`; `results` is the last held-out record of the metrics, None before there is one, `mark`
+    the `target_mark` of what it was trained for.
+    """
     data: dict[str, dict[str, int]] = {}
     for row in rows:
         counts = data.setdefault(dataset_of(row.id), {"rows": 0, "held_out": 0, "tokens": 0})
@@ -32,6 +36,7 @@ def training_record(rows: Sequence[Row], options: HeadOptions, results: dict[str
         counts["tokens"] += 0 if held else sum(end - start for start, end in row.spans)
     return {
         "target": options.target or "demo model",
+        "target_mark": mark,
         "data": dict(sorted(data.items())),
         "corpus_rows": sum(row.temperature is None for row in rows),  # whose answers are not the target's own
         "temperatures": sorted({row.temperature for row in rows if row.temperature is not None}),

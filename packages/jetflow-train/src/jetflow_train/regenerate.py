@@ -90,7 +90,7 @@ def regenerate(
     # The target reads no more than its positions, whatever the option allows.
     options = replace(options, max_length=min(options.max_length, checkpoint.config.max_position_embeddings))
     if options.endpoint is not None:
-        return _fill(tokenizer, options, endpoint_source(tokenizer, options), on_row, note)
+        return _fill(tokenizer, options, endpoint_source(tokenizer, options, note), on_row, note)
     config = EngineConfig(
         budget=options.budget if options.head else 0,
         max_running=options.batch_size,
@@ -152,13 +152,14 @@ def engine_answers(llm: LLM, questions: Sequence[Question]) -> Iterator[tuple[Qu
                 yield question, made
 
 
-def endpoint_source(tokenizer: Tokenizer, options: RegenerateOptions) -> Answers:
-    """Answers of the endpoint that `options` name, `batch_size` requests at a time."""
+def endpoint_source(tokenizer: Tokenizer, options: RegenerateOptions, note: Note) -> Answers:
+    """Answers of the endpoint that `options` name, `batch_size` requests at a time. `note` is told which model is asked."""
     assert options.endpoint is not None
     endpoint = Endpoint(
         options.endpoint, options.endpoint_model, options.api_key_file, options.retries, options.timeout
     )
 
+    note(f"{endpoint.model} answers at {options.endpoint}")
     end = end_token(tokenizer)
     chats = options.endpoint_api == "chat"
 

@@ -81,8 +81,13 @@ def _times(value: float | None) -> str:
 
 
 def warnings(evaluation: Evaluation) -> list[str]:
-    """A line for each measured τ that the training code does not explain."""
+    """A line for a head that was trained for another target, and for each measured τ that the training code does not explain."""
     lines: list[str] = []
+    training, mark = evaluation.training or {}, evaluation.facts.get("target_mark")
+    if training.get("target_mark", mark) != mark:
+        lines.append(
+            f"WARNING: this head was trained for another target, {training['target']}: what it reaches here says little about it."
+        )
     drafted = [each for each in evaluation.measurements if each.budget]
     for each in drafted:
         if each.predicted is not None and abs(each.tau - each.predicted) > TOLERANCE * each.predicted:

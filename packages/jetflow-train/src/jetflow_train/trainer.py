@@ -35,7 +35,7 @@ from jetflow_train.data import Row
 from jetflow_train.distributed import ALONE, Ranks, deal
 from jetflow_train.features import Features, RowFeatures
 from jetflow_train.files import append_line, check_folder, cut_partial_line, sole_use
-from jetflow_train.heads import set_draft_temperature
+from jetflow_train.heads import set_draft_temperature, target_mark
 from jetflow_train.losses import Divergence, SlotAcceptance, draft_index, slot_hits
 from jetflow_train.masters import MasterWeights
 from jetflow_train.order import DataOrder, Draw, Position
@@ -48,7 +48,7 @@ REPLAYED_ROWS, REPLAYED_TOKENS, REPLAYED_BUDGETS = 8, 48, (8, 32)
 CALIBRATED_TOKENS = 96  # of the same rows: a temperature is fitted on every node that they draft
 MAIN_BUDGET = REPLAYED_BUDGETS[-1]  # `best/` is the best head at this one
 STEPS_PER_LOG = 20
-TABLES = "target's tables"  # in a checkpoint, among the settings that must not change
+TABLE = "target's table"  # in a checkpoint, among the settings that must not change
 STEPS_PER_ACCEPTANCE = 8  # under D-PACE: a measurement costs another product with the LM head
 
 
@@ -96,6 +96,7 @@ class Trainer:
         self._device = head.norm.weight.device
         self._index = draft_index(head.draft_vocab, head.config.vocab_size, self._device)
         self._tables, lm_head = tables, tables[1]
+        self.target = target_mark(tables[0])
         self._lm_rows = lm_head if head.draft_vocab is None else lm_head[head.draft_vocab]
         self._divergence = Divergence(
             cast("Kind", options.loss), options.draft_temperature, options.teacher_temperature
@@ -323,9 +324,8 @@ class Trainer:
             return False
         path = found[-1]
         state = load_checkpoint(path)
-        # A run from before an option existed had its default, and one that did not note its target's tables is trusted.
-        had = {each.name: each.default for each in fields(HeadOptions)} | {TABLES: self._tables_hash()}
-        had |= state["options"]
+        # A run from before an option existed had its default, and one that did not note its target is trusted.
+        had = {each.name: each.default for each in fields(HeadOptions)} | {TABLE: self.target} | state["options"]
         for key, value in self._identity().items():
             if had.get(key) != value:
                 raise ValueError(
@@ -365,16 +365,8 @@ class Trainer:
             "taps": list(config.target_layer_ids),
             "dtype": dtype,
             "draft vocabulary": vocabulary,
-            TABLES: self._tables_hash(),
+            TABLE: self.target,
         }
-
-    def _tables_hash(self) -> str:
-        """A hash of samples of the target's tables, which tells targets apart wherever they lie."""
-        digest = hashlib.sha256()
-        for table in self._tables:
-            flat = table.detach().flatten()
-            digest.update(flat[:: max(1, len(flat) // 997)].float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
 
 
 class _StepLog:
