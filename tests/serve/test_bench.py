@@ -11,6 +11,7 @@ import torch
 
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.head import DraftHead
+from jetflow_core.heads import Head
 from jetflow_core.llm import LLM
 from jetflow_core.model import Decoder
 from jetflow_core.sampling import SamplingParams
@@ -23,7 +24,7 @@ from jetflow_serve.methods import Method, parse_method, parse_methods
 from jetflow_serve.trace import read_traces, replayed_acceptance, replayed_tau
 from jetflow_serve.trace_recorder import Recorder, record_trace
 from serve.support import byte_tokenizer
-from tiny import tiny_head, tiny_model
+from tiny import tiny_eagle, tiny_head, tiny_model
 
 Runner = Callable[..., tuple[int, str, str]]
 
@@ -428,6 +429,21 @@ def test_a_benchmark_records_traces_beside_its_measurements(run: Runner, tmp_pat
     assert status == 0
     measured = float(cells(out, SPEED)[1][5])
     assert replayed_tau(read_traces(path), 4) == pytest.approx(measured, abs=0.005)
+
+
+def test_a_trace_knows_how_often_the_head_ran() -> None:
+    model = tiny_model()
+    heads: list[tuple[Head | None, dict[str, object], int]] = [
+        (tiny_head(model), {}, 1),
+        (tiny_head(model), {"drafter": "head+lookup", "draft_passes": 2}, 2),
+        (tiny_head(model), {"drafter": "lookup"}, 0),
+        (tiny_eagle(model, depth=4), {}, 4),
+    ]
+    for head, options, passes in heads:
+        if head is not None:
+            head.pack()
+        llm = LLM(Engine(model, head=head, config=EngineConfig(num_pages=64, **options)))  # type: ignore[arg-type]
+        assert record_trace(llm, "m", "w", ("p", [1, 2, 1]), SamplingParams(max_tokens=4), 4).passes == passes
 
 
 def test_there_is_no_trace_without_a_drafter(run: Runner, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def trace(seed: int = 0, tokens: int = 40, budget: int = 64, **fields: Any) -> T
             ranks.append(rank)
         positions.append(ranks)
     scores = [[-float(depth) for depth in range(len(ranks))] for ranks in positions]
-    names = {"method": "head", "workload": "small", "prompt": f"s/{seed}", "prompt_tokens": 9} | fields
+    names = {"method": "head", "workload": "small", "prompt": f"s/{seed}", "prompt_tokens": 9, "passes": 1} | fields
     return Trace(budget=budget, positions=positions, scores=scores, sizes=[budget] * (tokens - 1) + [0], **names)
 
 
@@ -347,7 +347,7 @@ def test_budgets_and_methods_are_chosen_from_the_trace() -> None:
     with pytest.raises(ValueError, match="holds trees of 40 nodes"):
         acceptance(traces, 64)
     with pytest.raises(ValueError, match="nothing was decoded"):
-        acceptance([Trace("head", "small", "p", 5, 8, [], [], [])], 4)
+        acceptance([Trace("head", "small", "p", 5, 8, [], [], [], 1)], 4)
     mixed = [trace(0), trace(0, method="lookup")]
     assert select(mixed, "lookup") == mixed[1:]
     with pytest.raises(ValueError, match="head, lookup: choose one with --method"):
@@ -460,23 +460,23 @@ def test_a_prediction_from_the_command_line(recorded: Path, tmp_path: Path, caps
 
 def test_the_demo_is_the_default_and_lookup_runs_no_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "traces.jsonl"
-    write_traces(path, [trace(0), trace(0, method="lookup")])
+    write_traces(path, [trace(0), trace(0, method="copies", passes=0)])
     status, out, _ = run(capsys, "--simulate", str(path), "--method", "head", "--budgets", "8", "--host-ms", "0.5")
     assert status == 0
     assert "SmolLM2-135M-Instruct on H200" in out
     assert "Head: 3 layers, blocks of 10, draft vocabulary of 8,192, pairwise conditioning of width 256." in out
     assert "Added host time: 0.5 ms a step." in out
-    status, out, _ = run(capsys, "--simulate", str(path), "--method", "lookup", "--shape", "qwen3-8b")
+    status, out, _ = run(capsys, "--simulate", str(path), "--method", "copies", "--shape", "qwen3-8b")
     assert status == 0
     assert "Head: none." in out
-    status, _, err = run(capsys, "--simulate", str(path), "--method", "lookup", "--validate", "--data", "x.jsonl")
-    assert (status, "lookup has none" in err) == (2, True)
+    status, _, err = run(capsys, "--simulate", str(path), "--method", "copies", "--validate", "--data", "x.jsonl")
+    assert (status, "copies has none" in err) == (2, True)
     status, _, err = run(capsys, "--simulate", str(path), "--method", "head", "--drafter", "lookup")
     assert (status, "head drafts with a head" in err) == (2, True)
-    write_traces(path, [trace(0, method="eagle")])
+    write_traces(path, [trace(0, method="levels", passes=8)])
     status, _, err = run(capsys, "--simulate", str(path), "--shape", "qwen3-8b")
-    assert status == 2
-    assert "a pass a depth" in err
+    assert (status, err.count("\n")) == (2, 1)
+    assert "levels drafts with 8 passes of its head" in err
 
 
 @pytest.mark.parametrize(

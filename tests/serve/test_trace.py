@@ -19,6 +19,7 @@ TRACE = Trace(
     positions=[[1, 4, 7], [2, 8], [], [3], [1], []],
     scores=[[-0.5, -1.0, -2.25], [-1.0, -3.0], [], [-2.0], [-0.125], []],
     sizes=[8, 8, 8, 5, 1, 0],
+    passes=1,
 )
 
 
@@ -38,12 +39,12 @@ def test_a_budget_above_the_recorded_one_and_empty_answers_are_refused() -> None
     with pytest.raises(ValueError, match="prompt small/1, holds trees of 8 nodes"):
         replayed_tau([TRACE], 9)
     with pytest.raises(ValueError, match="nothing was decoded"):
-        replayed_tau([Trace("head", "small", "p", 5, 8, [], [], [])], 4)
+        replayed_tau([Trace("head", "small", "p", 5, 8, [], [], [], 1)], 4)
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "traces.jsonl"
-    other = Trace("lookup", "small", "small/ä", 3, 2, [[1]], [[0.0]], [2])
+    other = Trace("lookup", "small", "small/ä", 3, 2, [[1]], [[0.0]], [2], 0)
     write_traces(path, [TRACE, other])
     assert read_traces(path) == [TRACE, other]
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2
@@ -53,6 +54,8 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"budget": 0}, "must be 1 or more"),
+        ({"passes": -1}, "passes must be 0 or more"),
+        ({"passes": None}, "sizes and passes"),
         ({"method": 3}, "a line needs method, workload"),
         ({"positions": [[1]]}, "one entry a decoded token"),
         ({"positions": [[4, 1, 7], [2, 8], [], [3], [1], []]}, "increase with the depth"),

@@ -22,7 +22,6 @@ from jetflow_serve.validation import validate
 from jetflow_serve.workload import check_outputs, check_plot, parse_numbers
 from jetflow_triton.roofline import Load
 
-HEADLESS = ("lookup",)  # methods that draft on the host alone
 CALIBRATION_ROUNDS = 3
 
 
@@ -74,7 +73,7 @@ def simulate(options: Namespace, write: Callable[[str], None], progress: Callabl
         )
     traces = select(read_traces(Path(options.simulate)), next(iter(options.method), None))
     if options.validate:
-        if traces[0].method in HEADLESS:
+        if traces[0].passes == 0:
             raise ValueError(
                 f"--validate measures a draft head, and {traces[0].method} has none: choose another --method"
             )
@@ -84,7 +83,7 @@ def simulate(options: Namespace, write: Callable[[str], None], progress: Callabl
         raise ValueError("--batch 0: use 1 or more")
     budgets = choose_budgets(options.budgets, traces)
     accepted = [acceptance(traces, budget) for budget in budgets]
-    shape = choose_shape(options, traces[0].method)
+    shape = choose_shape(options, traces[0])
     device = choose_device(options, progress)
     rows = list(predict(device, shape, accepted, numbers["batch"], numbers["context"], options.host_ms / 1e3))
     text = markdown(device, shape, traces, accepted, rows, options.host_ms) + "\n"
@@ -111,6 +110,10 @@ def select(traces: Sequence[Trace], method: str | None) -> list[Trace]:
     found = [trace for trace in traces if trace.method == chosen]
     if not found:
         raise ValueError(f"--method {chosen}: the file has traces of {', '.join(methods)}")
+    if found[0].passes > 1:
+        raise ValueError(
+            f"{chosen} drafts with {found[0].passes} passes of its head, and the step model knows one: choose another --method"
+        )
     return found
 
 
@@ -131,7 +134,7 @@ def acceptance(traces: Sequence[Trace], budget: int) -> Acceptance:
     return Acceptance(budget, tokens / len(steps), sum(nodes for _, nodes, _ in steps) / len(steps))
 
 
-def choose_shape(options: Namespace, method: str) -> Shape:
+def choose_shape(options: Namespace, trace: Trace) -> Shape:
     """The shape that the options ask for; a method without a head runs none."""
     if options.shape is not None:
         if options.model is not None:
@@ -140,12 +143,10 @@ def choose_shape(options: Namespace, method: str) -> Shape:
     else:
         choice = choose_model(options.model, options.head, None, None, options.drafter)
         shape = read_shape(choice.model, choice.head, choice.name)
-    if "eagle" in method:
-        raise ValueError(f"{method} drafts with a pass a depth, and the step model knows parallel heads only")
-    if method in HEADLESS:
+    if trace.passes == 0:
         return Shape(shape.name, shape.stacks, None, shape.tables)
     if shape.head is None:
-        raise ValueError(f"{method} drafts with a head and {shape.name} has none here: name one with --head")
+        raise ValueError(f"{trace.method} drafts with a head and {shape.name} has none here: name one with --head")
     return shape
 
 

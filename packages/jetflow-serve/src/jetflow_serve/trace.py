@@ -33,7 +33,7 @@ class Trace:
     `positions[i]`: ranks of those nodes in the ranked tree, depth 1 first, up to the first token that was not drafted after its
     predecessors. The best node has rank 1 (the anchor is node 0), so budget n holds the ranks up to n; ranks increase with depth.
     `scores[i]`: their accumulated draft log-probabilities. `sizes[i]`: nodes of the ranked tree, at most `budget`; 0 where
-    nothing may be drafted, as before the last token.
+    nothing may be drafted, as before the last token. `passes`: how often a head runs for a draft, 0 where none does.
     """
 
     method: str
@@ -44,10 +44,13 @@ class Trace:
     positions: list[list[int]]
     scores: list[list[float]]
     sizes: list[int]
+    passes: int
 
     def __post_init__(self) -> None:
         if self.budget < 1 or self.prompt_tokens < 1:
             raise ValueError("budget and prompt_tokens must be 1 or more")
+        if self.passes < 0:
+            raise ValueError("passes must be 0 or more")
         if not len(self.positions) == len(self.scores) == len(self.sizes):
             raise ValueError("positions, scores and sizes must have one entry a decoded token each")
         for ranks, scores, size in zip(self.positions, self.scores, self.sizes, strict=True):
@@ -139,6 +142,7 @@ def _trace(row: Any) -> Trace:
             "positions": [*positions],
             "scores": [*scores],
             "sizes": [*sizes],
+            "passes": int(passes),
         }:
             return Trace(
                 method,
@@ -149,10 +153,11 @@ def _trace(row: Any) -> Trace:
                 [_ints(ranks) for ranks in positions],
                 [_floats(own) for own in scores],
                 _ints(sizes),
+                passes,
             )
         case _:
             raise ValueError(
-                "a line needs method, workload, prompt, prompt_tokens, budget, positions, scores and sizes"
+                "a line needs method, workload, prompt, prompt_tokens, budget, positions, scores, sizes and passes"
             )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from jetflow_core.drafter import Committed, Drafter, DraftJob
+from jetflow_core.eagle import EagleHead
 from jetflow_core.engine import Engine
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
@@ -73,7 +74,15 @@ def record_trace(
         for tree, walk in zip(trees, walks, strict=True)
     ]
     sizes = [len(tree) - 1 if tree else 0 for tree in trees]
-    return Trace(method, workload, name, len(prompt_ids), budget, walks, scores, sizes)
+    return Trace(method, workload, name, len(prompt_ids), budget, walks, scores, sizes, _passes(llm.engine))
+
+
+def _passes(engine: Engine) -> int:
+    """How often the engine's head runs for a draft."""
+    head = engine.head
+    if head is None:
+        return 0
+    return head.config.depth if isinstance(head, EagleHead) else engine.config.draft_passes
 
 
 def _walk(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
