@@ -9,16 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from jetflow_core.drafter import HeadDrafter
+from jetflow_core.drafter import HeadDrafter, head_candidates
 from jetflow_core.engine import DrafterKind, Engine, EngineConfig
+from jetflow_core.heads import Head
 from jetflow_core.llm import LLM, Completion
 from jetflow_core.lookup import LookupDrafter
 from jetflow_core.merging import MergedDrafter
 from jetflow_core.model import Decoder
 from jetflow_core.sampling import SamplingParams
 from jetflow_core.shaping import ShapedDrafter
-from tiny import KINDS, tiny_head, tiny_model
+from jetflow_core.tree import grown_trees
+from tiny import KINDS, tiny_eagle, tiny_head, tiny_model
 
 PROMPTS = [
     [3],
@@ -92,6 +95,91 @@ def test_any_schedule_gives_the_text_of_one_at_a_time(
     for _ in range(2):  # the second time out of the prefix cache
         assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == expected
         llm.engine.check_idle()
+
+
+def spoil(head: Head, how: str) -> Head:
+    """A head whose logits are worth nothing: not finite in places or all over, equal, or certain of one token."""
+    own = head.logits
+
+    def logits(hidden: Tensor) -> Tensor:
+        found = own(hidden).clone()
+        if how == "certain":
+            found[:, 5] = 1e4
+        elif how == "equal":
+            found[:] = 0
+        else:
+            value, places = how.split(" ")
+            found[{"all": ..., "some": torch.rand(found.shape) < 0.5, "rows": torch.rand(len(found)) < 0.5}[places]] = (
+                float(value)
+            )
+        return found
+
+    head.logits = logits  # type: ignore[method-assign]
+    return head
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(["pairwise", "second order", "none", "bidirectional", "eagle"]),
+    how=st.sampled_from(["nan all", "nan some", "nan rows", "inf some", "-inf all", "-inf some", "equal", "certain"]),
+    drafter=st.sampled_from(["head", "head+lookup"]),
+    vocabulary=st.sampled_from([None, 30]),
+    block=st.sampled_from([2, 6]),
+    budget=st.sampled_from([1, 5, 40, 256, "auto"]),
+    candidates=st.sampled_from([1, 5, 1000]),
+    passes=st.sampled_from([1, 2]),
+    cutoff=st.sampled_from([0.0, 0.1, 1.0]),
+    temperature=st.sampled_from([None, 1e-320, 1e300]),
+)
+def test_a_broken_head_costs_time_and_never_a_token(
+    kind: str,
+    how: str,
+    drafter: DrafterKind,
+    vocabulary: int | None,
+    block: int,
+    budget: int,
+    candidates: int,
+    passes: int,
+    cutoff: float,
+    temperature: float | None,
+) -> None:
+    model, expected = reference("dense")
+    ids = None if vocabulary is None else torch.arange(0, 90, 90 // vocabulary)
+    if kind == "eagle":
+        head: Head = tiny_eagle(model, draft_vocab=ids, depth=block - 1)
+    else:
+        conditioning = "none" if kind in ("none", "bidirectional") else "pairwise"
+        order = 2 if kind == "second order" else 1
+        causal = kind != "bidirectional"
+        head = tiny_head(
+            model, causal=causal, conditioning=conditioning, order=order, draft_vocab=ids, block_size=block
+        )
+    head.pack()
+    config = EngineConfig(
+        budget=budget,
+        drafter=drafter,
+        candidates=candidates,
+        draft_passes=1 if kind in ("bidirectional", "eagle") else passes,
+        draft_cutoff=cutoff,
+        draft_temperature=temperature,
+        num_pages=60,
+    )
+    llm = LLM(Engine(model, head=spoil(head, how), config=config))
+    assert [c.token_ids for c in llm.generate(PROMPTS, PARAMS)] == expected
+    llm.engine.check_idle()
+
+
+def test_one_candidate_of_a_bidirectional_head_is_a_chain_of_its_argmaxes() -> None:
+    """DFlash's chain."""
+    head = tiny_head(tiny_model(), causal=False, conditioning="none")
+    head.pack()
+    hidden = torch.randn(2, 5, 32)
+    found = head_candidates(head, hidden, torch.tensor([1, 2]), torch.tensor([3, 4]), 1)
+    for block, tree in enumerate(grown_trees([1, 2], found, [9, 3], [5, 5])):
+        argmaxes = head.logits(hidden[block]).argmax(-1)[: len(tree) - 1]
+        assert tree.tokens.tolist() == [block + 1, *argmaxes.tolist()]
+        assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
+        assert len(tree) == (6, 4)[block]
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "head+lookup"])

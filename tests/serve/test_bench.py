@@ -193,6 +193,21 @@ def test_bench_prints_tables_and_writes_them(run: Runner, tmp_path: Path) -> Non
     assert result["rows"][0]["ratio"] == 1
 
 
+def test_the_runs_of_a_prompt_alternate_in_an_order_that_rotates(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, order = timed_run, []
+
+    def noted(llm: LLM, prompt: Sequence[int], params: SamplingParams, budget: int) -> Run:
+        order.append((type(llm.engine.drafter).__name__, budget))
+        return honest(llm, prompt, params, budget)
+
+    monkeypatch.setattr(bench, "timed_run", noted)
+    methods = ["--method", "head", "--method", "lookup", "--budgets", "2,4", "--max-tokens", "4", "--repeats", "2"]
+    assert run("--head", "causal", *methods, "--prompts", "2")[0] == 0
+    once = [("NoneType", 0), *((drafter, budget) for drafter in ("HeadDrafter", "LookupDrafter") for budget in (2, 4))]
+    rounds = [order[start : start + 5] for start in range(0, len(order), 5)]
+    assert rounds == [once, [*once[1:], once[0]], [*once[1:], once[0]], [*once[2:], *once[:2]]]
+
+
 def one(tokens: tuple[int, ...], seconds: float, accepted: tuple[int, ...] = (1, 1)) -> Run:
     times = PhaseTimes(2, dict.fromkeys(PHASES, 0.001) | {"draft": 0.004, "verify": 0.006})
     return Run(tokens, "", "length", 0.1, seconds, 4, accepted, times, 6)
@@ -300,6 +315,9 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
             assert f"{option} {path}" in err
             assert "cannot be written" in err
     assert not loads
+    status, _, err = run("--head", "causal", "--json", str(tmp_path / "out"), "--markdown", f"{tmp_path}/./out")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--json names that file too" in err
     kept = tmp_path / "kept"
     kept.write_text("before")
     workload.check_outputs({"--json": str(kept), "--trace": str(tmp_path / "new"), "--markdown": None})

@@ -86,12 +86,15 @@ def parse_numbers(option: str, text: str) -> list[int]:
 def check_outputs(paths: Mapping[str, str | None]) -> None:
     """Try the files in which results are to end, by the option that names each, so that no measurement is made in vain.
 
-    Raises ValueError that names the option.
+    Raises ValueError that names the option, also where two name one file.
     """
+    taken: dict[Path, str] = {}
     for option, path in paths.items():
         if path is None:
             continue
         target = Path(path)
+        if (other := taken.setdefault(target.resolve(), option)) != option:
+            raise ValueError(f"{option} {path}: {other} names that file too; give each its own")
         try:
             new = not target.exists()
             target.open("ab").close()
