@@ -88,7 +88,8 @@ def test_every_document_is_dealt_once_and_evenly(counts: list[int], parts: int) 
     assert max(filled) - min(filled) <= max(counts, default=0)
 
 
-def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
+def head_command(tmp_path: Path, steps: int) -> list[str]:
+    """`jetflow-train head` on a tiny target, for `torchrun`."""
     target = Path(__file__).parents[1] / "core" / "golden" / "qwen3"
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
@@ -99,12 +100,24 @@ def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
         )
     )
     options = {
-        "target": target, "data": rows, "output": tmp_path / "run", "device": "cpu", "dtype": "float32", "steps": 2,
+        "target": target, "data": rows, "output": tmp_path / "run", "device": "cpu", "dtype": "float32", "steps": steps,
         "block-size": 4, "layers": 1, "taps": 1, "pairwise-size": 8, "draft-vocab-size": "none", "teacher-top": 8,
         "anchors": 4, "blocks": 8, "held-out": 0.3,
     }  # fmt: skip
-    done = torchrun("-m", "jetflow_train", "head", *(text for k, v in options.items() for text in (f"--{k}", str(v))))
+    return ["-m", "jetflow_train", "head", *(text for k, v in options.items() for text in (f"--{k}", str(v)))]
+
+
+def test_the_command_runs_under_torchrun(tmp_path: Path) -> None:
+    done = torchrun(*head_command(tmp_path, steps=2))
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     assert done.stdout.count(f"head: {tmp_path / 'run' / 'head'}") == 1
     assert (tmp_path / "run" / "head" / "model.safetensors").exists()
+
+
+def test_a_rank_that_ends_leaves_no_other_waiting(tmp_path: Path) -> None:
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)  # what the first rank alone writes, at step 20
+    done = torchrun(*head_command(tmp_path, steps=400))
+    assert done.returncode == 1
+    assert "metrics.jsonl: cannot write the metrics" in done.stderr
+    assert "[rank" not in done.stderr  # torch's prefix of a traceback

@@ -78,7 +78,10 @@ ALONE = Ranks()
 
 @contextmanager
 def joined(device: str) -> Generator[Ranks]:
-    """Join the processes that `torchrun` has started; alone without it. `device` is the option of that name."""
+    """Join the processes that `torchrun` has started; alone without it. `device` is the option of that name.
+
+    Raises ValueError on ranks that wait for one that has ended.
+    """
     if not launched():
         yield ALONE
         return
@@ -88,12 +91,15 @@ def joined(device: str) -> Generator[Ranks]:
         torch.cuda.set_device(local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
     mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    rank = dist.get_rank()
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), local, mesh)
+        yield Ranks(rank, dist.get_world_size(), local, mesh)
     except BaseException as error:
         if not cuda:  # NCCL could wait here for ranks that do not come; torchrun ends them
             traceback.clear_frames(error.__traceback__)
             _leave(mesh)
+        if isinstance(error, RuntimeError) and _is_deserted(error):
+            raise ValueError(f"rank {rank} stops, since another rank has ended: look for what that one says") from error
         raise
     _leave(mesh)
 
@@ -107,6 +113,11 @@ def _leave(mesh: DeviceMesh) -> None:
     vars(mesh).get("_pg_registry", {}).clear()
     dist.destroy_process_group()
     gc.collect()
+
+
+def _is_deserted(error: RuntimeError) -> bool:
+    """Whether `error` is a process group's. Gloo has no type of its own for a peer that is gone."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def launched() -> bool:
