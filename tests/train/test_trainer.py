@@ -192,6 +192,54 @@ def test_the_schedule_warms_up_and_ends_at_its_floor() -> None:
     assert learning_rate(1.0, options) == learning_rate(1.3, options) == pytest.approx(0.2)
 
 
+def test_a_step_has_the_schedules_rate_clipped_gradients_and_decay_of_matrices_alone(tmp_path: Path) -> None:
+    options = tiny_options(steps=10, learning_rate=0.5, warmup=0.5, clip=1e-3, weight_decay=0.25)
+    run = trainer(tmp_path, options)
+    seen: list[tuple[float, float]] = []
+    step = run.optimizer.step
+
+    def look() -> None:
+        norm = torch.stack([p.grad.norm() for p in run.head.parameters() if p.grad is not None]).norm()
+        seen.append((float(norm), run.optimizer.param_groups[0]["lr"]))
+        step()
+
+    run.optimizer.step = look  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in range(3):
+        run.step()
+    norms, rates = zip(*seen, strict=True)
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
+    assert rates == tuple(learning_rate(number / 10, options) for number in range(3))
+    assert rates[1] < rates[2]
+    decays = {
+        parameter.ndim > 1: group["weight_decay"]
+        for group in run.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert decays == {True: 0.25, False: 0.0}
+
+
+def test_an_interrupt_in_the_middle_of_a_step_saves_nothing_of_it(tmp_path: Path) -> None:
+    options = tiny_options(steps=5, checkpoint_minutes=0.0)
+    straight = trainer(tmp_path / "a", options)
+    straight.run()
+    run = trainer(tmp_path / "b", options)
+    step = run.optimizer.step
+
+    def interrupted() -> None:
+        step()
+        if run.position.step == 3:
+            raise KeyboardInterrupt  # the weights have moved, the position has not
+
+    run.optimizer.step = interrupted  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert checkpoints(run.output)[-1].name == "checkpoint-00000003.pt"
+    resumed = trainer(tmp_path / "b", options)
+    resumed.run()
+    for name, value in weights(straight).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+
 @pytest.mark.parametrize(
     "changes",
     [
