@@ -361,12 +361,12 @@ def test_budgets_and_methods_are_chosen_from_the_trace() -> None:
 
 def test_a_fit_finds_the_prices_behind_the_steps() -> None:
     shape = SHAPES["qwen3-8b"]
-    steps = [StepTime(budget, context, 1.0, 0.0) for budget in (0, 4, 24, 96) for context in (16, 640)]
+    steps = [StepTime(nodes, context, 1.0, 0.0) for nodes in (0, 4, 24, 96) for context in (16, 640)]
     timed = [
         replace(
             step,
             seconds=step_seconds(
-                MEASURED, decode_step(shape, 1, step.budget, step.context, step.accepted), drafts=step.budget > 0
+                MEASURED, decode_step(shape, 1, step.nodes, step.context, step.accepted), drafts=step.nodes > 0
             ),
         )
         for step in steps
@@ -594,9 +594,24 @@ def test_a_validation_measures_the_prompts_of_the_trace(
     assert "has none of the prompts" in err
 
 
+def test_a_calibration_counts_the_nodes_that_were_drafted(tiny_llm: LLM) -> None:
+    assert [calibrate.time_steps(tiny_llm, [1] * 16, budget).nodes for budget in (0, 4)] == [0, 4]
+    engine = Engine(
+        tiny_llm.engine.model,
+        tiny_llm.tokenizer,
+        tiny_llm.engine.head,
+        EngineConfig(drafter="head", draft_depth=1, candidates=2),
+    )
+    assert calibrate.time_steps(LLM(engine), [1] * 16, 4).nodes == 2
+
+
 def test_a_calibration_needs_a_parallel_head_and_room() -> None:
     bare = LLM(Engine(tiny_model(vocab_size=258), byte_tokenizer(), None, EngineConfig(page_size=4, max_model_len=64)))
     with pytest.raises(ValueError, match="parallel draft head"):
         Calibration(bare, "tiny")
+    model = tiny_model(vocab_size=258)
+    twice = LLM(Engine(model, byte_tokenizer(), tiny_head(model), EngineConfig(draft_passes=2)))
+    with pytest.raises(ValueError, match=r"one head pass.*--draft-passes 1"):
+        Calibration(twice, "tiny")
     with pytest.raises(ValueError, match="too short to time a step"):
         calibrate.time_steps(bare, [1] * 63, 0)

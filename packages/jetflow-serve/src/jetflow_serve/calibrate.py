@@ -35,9 +35,9 @@ TEXT = "The quick brown fox jumps over the lazy dog. "
 
 @dataclass(frozen=True)
 class StepTime:
-    """Median step of a run: its budget, the tokens cached on average, nodes accepted a step, seconds."""
+    """Median step of a run: its drafted nodes and the tokens cached on average, nodes accepted a step, seconds."""
 
-    budget: int
+    nodes: int
     context: int
     accepted: float
     seconds: float
@@ -50,6 +50,10 @@ class Calibration:
         head = None if llm.engine.head is None else llm.engine.head.config
         if not isinstance(head, HeadConfig):
             raise ValueError("a calibration times the steps of a parallel draft head: name one with --head")
+        if llm.engine.config.draft_passes > 1:
+            raise ValueError(
+                "a calibration times drafts of one head pass, which the step model knows: use --draft-passes 1"
+            )
         self.llm, self.name = llm, name
         self.shape = shape_of(llm.engine.model.config, head, name)
         self._products: dict[int, list[float]] = defaultdict(list)
@@ -93,7 +97,7 @@ def fit(device: Measured, shape: Shape, steps: Sequence[StepTime]) -> Measured:
     rows: list[list[float]] = []
     wanted: list[float] = []
     for step in steps:
-        calls = list(decode_step(shape, 1, step.budget, step.context, step.accepted))
+        calls = list(decode_step(shape, 1, step.nodes, step.context, step.accepted))
         products = sum(device.seconds(call) for call in calls if call.kind in ("product", "experts"))
         others = [call for call in calls if call.kind not in ("product", "experts")]
         rows.append(
@@ -101,7 +105,7 @@ def fit(device: Measured, shape: Shape, steps: Sequence[StepTime]) -> Measured:
                 sum(call.times for call in others),
                 sum(call.times * call.cost.bytes for call in others),
                 sum(call.times * call.scored for call in others if call.kind == "attention"),
-                float(step.budget > 0),
+                float(step.nodes > 0),
             ]
         )
         wanted.append(step.seconds - products)
@@ -136,10 +140,14 @@ def _vector(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
 
 
 def time_steps(llm: LLM, prompt: Sequence[int], budget: int) -> StepTime:
-    """Decode `prompt` for some steps and take their median. Raises ValueError when the engine refuses."""
+    """Decode `prompt` for some steps and take their median. Raises ValueError when the engine refuses.
+
+    A tree can be smaller than `budget`, so the nodes that were drafted are counted.
+    """
     params = SamplingParams(max_tokens=llm.engine.max_model_len - len(prompt), ignore_eos=True)
     seconds: list[float] = []
     tokens: list[int] = []
+    nodes: list[int] = []  # up to the end of each step
     before = time.perf_counter()
     for output in itertools.islice(llm.stream(prompt, params, budget), STEPS + 1):  # the first ends the prompt
         if output.error is not None:
@@ -147,12 +155,13 @@ def time_steps(llm: LLM, prompt: Sequence[int], budget: int) -> StepTime:
         now = time.perf_counter()
         seconds.append(now - before)
         tokens.append(len(output.token_ids))
+        nodes.append(llm.engine.budgets.state().nodes)
         before = now
     if len(seconds) < 2:
         raise ValueError("the context of this engine is too short to time a step in: raise --max-model-len")
     decoded = sum(tokens[1:])
     return StepTime(
-        budget=budget,
+        nodes=round((nodes[-1] - nodes[0]) / (len(nodes) - 1)),
         context=len(prompt) + decoded // 2,
         accepted=decoded / (len(tokens) - 1) - 1,
         seconds=statistics.median(seconds[1:]),
