@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -295,6 +295,27 @@ def test_an_endpoint_that_is_too_slow_or_gone(fake: Fake) -> None:
         Endpoint(f"http://127.0.0.1:{port}/v1", None, None, 0, 1.0)
 
 
+@pytest.mark.parametrize("status", ["200 OK", "503 Busy"])
+def test_an_answer_that_never_ends_is_given_up(status: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 1000000\r\n\r\n".encode())
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.01)
+
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        with pytest.raises(
+            ValueError, match=r"/completions: (cannot be reached: timed out|answered 503:) .*\(1 tries\)"
+        ):
+            Endpoint(url, "m", None, 0, 0.3).complete([1], PARAMS)
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
@@ -306,7 +327,7 @@ def test_an_endpoint_that_is_too_slow_or_gone(fake: Fake) -> None:
         (reply({"choices": ["w5"]}), "choice is str"),
         (reply({"choices": [{"text": None}]}), "text is NoneType"),
         ((307, {"Location": "http://127.0.0.1:9/"}, b""), "answered 307"),
-        ((400, {"Content-Length": "1000"}, b"cut off"), r"answered 400: $"),
+        ((400, {"Content-Length": "1000"}, b"cut off"), r"answered 400: cut off$"),
         (trouble(400, "two\nlines \x1b[31mred"), r"answered 400: two lines \[31mred$"),
     ],
 )

@@ -155,9 +155,9 @@ class Endpoint:
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:
             with self._opener.open(request, timeout=self._timeout) as response:
-                return json.loads(response.read())
+                return json.loads(_read(response, self._timeout))
         except urllib.error.HTTPError as error:
-            reason = f"answered {error.code}: {_complaint(_body_text(error))}"
+            reason = f"answered {error.code}: {_complaint(_body_text(error, self._timeout))}"
             if error.code in AGAIN:
                 raise _Passing(reason, _seconds(error.headers.get("Retry-After"))) from error
             raise ValueError(f"{self._url}{path}: {reason}") from error
@@ -196,10 +196,21 @@ def _complaint(text: str) -> str:
     return _one_line(text)
 
 
-def _body_text(error: urllib.error.HTTPError) -> str:
-    """The body of an error, as far as it comes."""
+def _read(response: Any, seconds: float) -> bytes:
+    """The body of a response. Raises TimeoutError when it goes on for longer: a socket's timeout begins anew with every byte."""
+    parts: list[bytes] = []
+    deadline = time.monotonic() + seconds
+    while part := response.read1(1 << 16):
+        parts.append(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    return b"".join(parts)
+
+
+def _body_text(error: urllib.error.HTTPError, seconds: float) -> str:
+    """The body of an error, or nothing where it cannot be read."""
     with error, suppress(OSError, http.client.HTTPException):
-        return error.read().decode("utf-8", "replace")
+        return _read(error, seconds).decode("utf-8", "replace")
     return ""
 
 
