@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jetflow_core.config import HeadConfig, ModelConfig, RopeConfig
@@ -71,6 +73,26 @@ def tiny_model(kind: str = "dense", seed: int = 0, **changes: object) -> Decoder
     return model
 
 
+def head_shape(model: Decoder, draft_vocab: torch.Tensor | None) -> dict[str, Any]:
+    """What the configurations of both kinds of heads for `model` share."""
+    target = model.config
+    return {
+        "target_layer_ids": (0, 2),
+        "num_target_layers": target.num_layers,
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(),
+        "draft_vocab_size": None if draft_vocab is None else len(draft_vocab),
+    }
+
+
 def tiny_head(
     model: Decoder,
     *,
@@ -82,28 +104,15 @@ def tiny_head(
     seed: int = 0,
 ) -> DraftHead:
     """A two-layer random head for `model`, ready to draft."""
-    target = model.config
     config = HeadConfig(
+        **head_shape(model, draft_vocab),
         block_size=block_size,
         mask_token_id=MASK,
-        target_layer_ids=(0, 2),
-        num_target_layers=target.num_layers,
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=48,
         num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(),
         causal=causal,
         branch_conditioning=conditioning,
         pairwise_size=16 if conditioning == "pairwise" else 0,
         pairwise_order=order,
-        draft_vocab_size=None if draft_vocab is None else len(draft_vocab),
         learned_mask=True,
     )
     assert model.lm_head.weight is not None
@@ -120,24 +129,7 @@ def tiny_eagle(
     model: Decoder, *, draft_vocab: torch.Tensor | None = None, depth: int = 5, expanded: int = 3, seed: int = 0
 ) -> EagleHead:
     """A random EAGLE head for `model`, ready to draft."""
-    target = model.config
-    config = EagleConfig(
-        depth=depth,
-        expanded=expanded,
-        target_layer_ids=(0, 2),
-        num_target_layers=target.num_layers,
-        target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        draft_vocab_size=None if draft_vocab is None else len(draft_vocab),
-    )
+    config = EagleConfig(**head_shape(model, draft_vocab), depth=depth, expanded=expanded)
     assert model.lm_head.weight is not None
     head = EagleHead(config, model.embed, model.lm_head.weight, draft_vocab)
     torch.manual_seed(seed)

@@ -129,6 +129,15 @@ def test_a_cut_keeps_the_first_nodes(tree: DraftTree, nodes: int) -> None:
     assert cut.parents.tolist() == tree.parents[: nodes + 1].tolist()
 
 
+@given(trees(), st.lists(st.integers(0, 5), max_size=8))
+def test_a_path_goes_along_a_continuation_as_far_as_it_was_drafted(tree: DraftTree, tokens: list[int]) -> None:
+    path = tree.along(iter(tokens))
+    assert tree.tokens[path].tolist() == tokens[: len(path)]
+    assert tree.parents[path].tolist() == [0, *path][: len(path)]
+    if len(path) < len(tokens):
+        assert tree.child(path[-1] if path else 0, tokens[len(path)]) is None
+
+
 @given(st.lists(trees(20), max_size=3), st.data())
 def test_acceptance_equals_step_by_step_decoding(forest: list[DraftTree], data: st.DataObject) -> None:
     sizes = [len(tree) for tree in forest]

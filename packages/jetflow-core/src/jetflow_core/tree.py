@@ -6,7 +6,7 @@ Shapes: D draft depths, K candidates a depth, N tree nodes, W = ceil(N / 32) mas
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +85,16 @@ class DraftTree:
         """The child of `node` that holds `token`, if it was drafted."""
         found = np.nonzero((self.parents == node) & (self.tokens == token))[0]
         return int(found[0]) if len(found) else None
+
+    def along(self, continuation: Iterable[int]) -> list[int]:
+        """The nodes of the path that begins as `continuation`, from the anchor's child on, as far as it was drafted."""
+        path: list[int] = []
+        for token in continuation:
+            child = self.child(path[-1] if path else 0, token)
+            if child is None:
+                break
+            path.append(child)
+        return path
 
     def cut(self, nodes: int) -> DraftTree:
         """The anchor and the first `nodes` nodes after it: a tree of its own, since parents come first."""

@@ -157,7 +157,8 @@ def _trace(row: Any) -> Trace:
             )
         case _:
             raise ValueError(
-                "a line needs method, workload, prompt, prompt_tokens, budget, positions, scores, sizes and passes"
+                "a line needs method, workload, prompt, prompt_tokens, budget, positions, scores, sizes and passes; "
+                "record it with bench --trace"
             )
 
 

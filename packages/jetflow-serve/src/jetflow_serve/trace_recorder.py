@@ -68,7 +68,7 @@ def record_trace(
         raise ValueError(completion.error)
     answer = completion.token_ids
     trees = [recorder.trees.get(len(prompt_ids) + index) for index in range(len(answer) - 1)]
-    walks = [_walk(tree, answer[index + 1 :]) if tree else [] for index, tree in enumerate(trees)]
+    walks = [tree.along(answer[index + 1 :]) if tree else [] for index, tree in enumerate(trees)]
     scores = [
         [round(float(tree.scores[node]), 4) for node in walk] if tree else []
         for tree, walk in zip(trees, walks, strict=True)
@@ -83,16 +83,3 @@ def _passes(engine: Engine) -> int:
     if head is None:
         return 0
     return head.config.depth if isinstance(head, EagleHead) else engine.config.draft_passes
-
-
-def _walk(tree: DraftTree, continuation: Sequence[int]) -> list[int]:
-    """Nodes of the path along `continuation` from the anchor, as far as it was drafted."""
-    walk: list[int] = []
-    node = 0
-    for token in continuation:
-        child = tree.child(node, token)
-        if child is None:
-            break
-        walk.append(child)
-        node = child
-    return walk

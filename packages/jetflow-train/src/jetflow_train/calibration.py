@@ -16,7 +16,7 @@ from jetflow_core.heads import Head
 from jetflow_core.tree import DraftTree
 from jetflow_train.blocks import BlockRules
 from jetflow_train.features import RowFeatures
-from jetflow_train.simulate import accepted_path, drafted_trees
+from jetflow_train.simulate import drafted_trees
 
 Scores = NDArray[np.float64]
 Outcomes = NDArray[np.bool_]
@@ -69,7 +69,7 @@ def node_outcomes(
         tokens, position = features.tokens.tolist(), features.prompt_length
         while position < features.prompt_length + len(trees):
             tree = trees[position - features.prompt_length]
-            path = accepted_path(tree, tokens, position)
+            path = tree.along(tokens[position + 1 :])
             known = _known(tree, len(tokens) - 1 - position)
             outcomes = np.zeros(len(tree), dtype=np.bool_)
             outcomes[path] = True

@@ -135,7 +135,7 @@ def replayed_rounds(
             position, rounds = features.prompt_length, 0
             while position < last:
                 tree = trees[position - features.prompt_length].cut(budget)
-                position += 1 + len(accepted_path(tree, tokens, position))
+                position += 1 + len(tree.along(tokens[position + 1 :]))
                 rounds += 1
             counts[budget].append((last - features.prompt_length, rounds))
     return counts
@@ -172,14 +172,3 @@ def _row_trees(
     candidates = head_candidates(head, hidden[:, 1:], tokens, before, BRANCHES)
     count = len(anchors)
     return grown_trees(tokens.tolist(), candidates, [budget] * count, [rules.block_size - 1] * count)
-
-
-def accepted_path(tree: DraftTree, tokens: list[int], position: int) -> list[int]:
-    """The draft nodes that lie on the row's own path after `position`, from the anchor's child on."""
-    path: list[int] = []
-    while position + len(path) + 1 < len(tokens):
-        child = tree.child(path[-1] if path else 0, tokens[position + len(path) + 1])
-        if child is None:
-            break
-        path.append(child)
-    return path
