@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -185,6 +188,18 @@ def test_trouble_on_the_way_ends_in_one_line(
     assert text.startswith("jetflow-train: ")
     assert message in text
     assert text.count("\n") == 1
+
+
+def test_a_terminal_without_greek_letters_ends_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "jetflow_train", "evaluate", "--help"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Measure ? and tokens/s" in done.stdout
 
 
 def test_a_cpus_allocator_is_understood() -> None:

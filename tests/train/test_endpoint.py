@@ -295,6 +295,25 @@ def test_an_endpoint_that_is_too_slow_or_gone(fake: Fake) -> None:
         Endpoint(f"http://127.0.0.1:{port}/v1", None, None, 0, 1.0)
 
 
+@pytest.mark.parametrize(
+    "said", [b"\x00\x1b[31m garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"]
+)
+def test_what_is_no_http_is_called_so(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer_once() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(said)
+
+        threading.Thread(target=answer_once, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        with pytest.raises(ValueError, match=r"/models: does not speak HTTP as it should: \w+ .*\(1 tries\)") as caught:
+            Endpoint(url, None, None, 0, 10.0)
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("status", ["200 OK", "503 Busy"])
 def test_an_answer_that_never_ends_is_given_up(status: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from io import TextIOWrapper
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -57,6 +58,7 @@ DEMO: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 for a user's mistake, 130 after an interrupt."""
+    _replace_unknown_characters()
     parsed = vars(_parser().parse_args(arguments))
     command, config = parsed.pop("command"), parsed.pop("config")
     try:
@@ -74,6 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+def _replace_unknown_characters() -> None:
+    """A terminal that has no τ shows another character for it: no reason to end a run at its last line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:

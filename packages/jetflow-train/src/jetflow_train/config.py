@@ -182,7 +182,7 @@ class HeadOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """`jetflow-train evaluate`: τ and tokens/s of real speculative decoding."""
+    """`jetflow-train evaluate`: measure τ and tokens/s of real speculative decoding."""
 
     target: str | None = _option(None, "target model: folder, GGUF file or hub id (default: the demo model)")
     device: str = _option("auto", "auto (CUDA where there is one), cpu or cuda")

@@ -161,8 +161,12 @@ class Endpoint:
             if error.code in AGAIN:
                 raise _Passing(reason, _seconds(error.headers.get("Retry-After"))) from error
             raise ValueError(f"{self._url}{path}: {reason}") from error
-        except (OSError, http.client.HTTPException) as error:  # no connection, cut off, or too slow
+        except OSError as error:  # no connection, cut off, or too slow
             raise _Passing(f"cannot be reached: {_one_line(str(error)) or type(error).__name__}") from error
+        except http.client.HTTPException as error:
+            raise _Passing(
+                f"does not speak HTTP as it should: {type(error).__name__} {_one_line(str(error))}"
+            ) from error
         except (ValueError, RecursionError) as error:
             raise _Passing(f"answered no JSON: {error}") from error
 
