@@ -289,6 +289,12 @@ def test_bad_engine_limits_are_refused(field: str) -> None:
         EngineConfig(**{field: -1})
 
 
+def test_no_more_candidates_than_their_pairs_can_be_scored() -> None:
+    assert EngineConfig(candidates=1024).candidates == 1024
+    with pytest.raises(ValueError, match="candidates is 1025: use 1024 or fewer"):
+        EngineConfig(candidates=1025)
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_cache_sizes_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="cache_gib"):

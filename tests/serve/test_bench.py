@@ -287,7 +287,7 @@ def test_files_and_numbers_that_are_wrong(run: Runner, tmp_path: Path) -> None:
         ("9" * 5000, "line 1: not JSON"),
         ('{"turns": ["hi"], "id": 1}\n{"turns": ["ho"], "id": "1"}', "line 2: an earlier row has the id 1 too"),
         ('{"turns": ["\\ud800"], "id": "s/1"}', "bad, prompt s/1: text holds a lone surrogate"),
-        ('{"turns": ["' + "x" * 300 + '"], "id": "long/1"}', "prompt long/1: AR, budget 0: the prompt has"),
+        ('{"turns": ["hi"]}\n{"turns": ["' + "x" * 300 + '"], "id": "long/1"}', "prompt long/1: AR: the prompt has"),
     ],
 )
 def test_bad_prompt_files(content: str, message: str, run: Runner, tmp_path: Path) -> None:

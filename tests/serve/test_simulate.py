@@ -586,8 +586,12 @@ def test_a_validation_measures_the_prompts_of_the_trace(
     write_traces(path, [trace(0, tokens=12)])
     status, _, err = run(capsys, *arguments)
     assert status == 2
-    assert "small, prompt s/0, budget 0: it has" in err
+    assert "small, prompt s/0: it has" in err
     assert "recorded with another model or chat template" in err
+    write_traces(path, [trace(0, tokens=128, prompt_tokens=size)])
+    status, _, err = run(capsys, *arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "small, prompt s/0: the prompt has" in err
     write_traces(path, [trace(7)])
     status, _, err = run(capsys, *arguments)
     assert status == 2

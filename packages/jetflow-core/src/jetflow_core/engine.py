@@ -30,6 +30,8 @@ from jetflow_core.tree import DraftTree, Ints
 from jetflow_core.verify import Verified, verify
 from jetflow_triton.exact_attention import LAG
 
+MOST_CANDIDATES = 1024
+
 DrafterKind = Literal["auto", "head", "lookup", "head+lookup"]
 
 
@@ -83,6 +85,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: use 1 or more, or leave it out")
+        if self.candidates > MOST_CANDIDATES:
+            raise ValueError(
+                f"candidates is {self.candidates}: use {MOST_CANDIDATES} or fewer, since all their pairs are scored at each depth"
+            )
         if self.cache_gib is not None and not 0 < self.cache_gib < float("inf"):
             raise ValueError(f"cache_gib is {self.cache_gib}: use a positive number of GiB, or leave it out")
 

@@ -16,7 +16,7 @@ from jetflow_serve.bench_table import Replay, Row, markdown, replay, replay_mark
 from jetflow_serve.choice import ModelChoice, check_budgets, choose_model
 from jetflow_serve.flips import Flip, excused, find_flip
 from jetflow_serve.host import describe
-from jetflow_serve.measure import Run, timed_run, warm_up
+from jetflow_serve.measure import Run, check_request, timed_run, warm_up
 from jetflow_serve.methods import BASELINE, Method, load_methods, parse_methods
 from jetflow_serve.trace import Trace, write_traces
 from jetflow_serve.trace_recorder import record_trace
@@ -57,6 +57,8 @@ def bench(options: Namespace, write: Callable[[str], None], progress: Callable[[
     choice, plan = _plan(options)
     baseline, others = load_methods(choice, options, plan.methods)
     contenders = [Contender(method.name, llm) for method, llm in zip(plan.methods, others, strict=True)]
+    for workload in workloads:
+        _check_prompts(baseline, contenders, workload, plan.params)
     facts = _facts(choice, plan, baseline)
     write("".join(f"{name}: {value}\n" for name, value in facts.items()) + "\n")
     results: dict[str, Any] = {"host": facts, "settings": _settings(options, plan)}
@@ -131,6 +133,16 @@ def record(
                 raise ValueError(f"{workload.name}, prompt {name}: {contender.name}: {error}") from error
             progress(f"{workload.name}, trace of {contender.name}: {number + 1}/{len(prompts)} prompts")
     return traces
+
+
+def _check_prompts(baseline: LLM, contenders: Sequence[Contender], workload: Workload, params: SamplingParams) -> None:
+    """Raise ValueError for a prompt that one of the engines would refuse, before any of them has worked for nothing."""
+    for name, prompt in workload.encoded(baseline.tokenizer):
+        for each in (Contender(BASELINE, baseline), *contenders):
+            try:
+                check_request(each.llm, prompt, params)
+            except ValueError as error:
+                raise ValueError(f"{workload.name}, prompt {name}: {each.name}: {error}") from error
 
 
 def _plan(options: Namespace) -> tuple[ModelChoice, Plan]:

@@ -89,6 +89,11 @@ def timed_run(
     )
 
 
+def check_request(llm: LLM, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    """Raise ValueError for a request that the engine would refuse; for a measurement that would meet it late."""
+    llm.engine.abort(llm.engine.add(prompt_ids, params))
+
+
 def warm_up(llm: LLM, budgets: Sequence[Budget | None] = (None,)) -> None:
     """Run a few tokens with each budget, so that kernels are compiled and memory is mapped before anyone waits.
 

@@ -19,7 +19,7 @@ from jetflow_serve.calibrate import Calibration
 from jetflow_serve.choice import check_budgets, choose_model, load
 from jetflow_serve.devices import Device, find_device, save_profile, step_seconds
 from jetflow_serve.host import describe
-from jetflow_serve.measure import Run, timed_run, warm_up
+from jetflow_serve.measure import Run, check_request, timed_run, warm_up
 from jetflow_serve.step_model import decode_step
 from jetflow_serve.trace import Trace
 from jetflow_serve.workload import parse_numbers, read_workload
@@ -86,14 +86,15 @@ def validate(
     choice = choose_model(options.model, options.head, budgets[-1], None, options.drafter or "head")
     llm = load(choice, options)
     calibration = Calibration(llm, choice.name)
+    prompts = [_prompt(llm, trace, text) for trace, text in pairs]
     warm_up(llm, budgets)
     measured: dict[int, list[Decode]] = {budget: [] for budget in budgets}
-    for number, (trace, text) in enumerate(pairs):
+    for number, ((trace, _), prompt) in enumerate(zip(pairs, prompts, strict=True)):
         if fixed is None:
             calibration.round()
         shift = number % len(budgets)
         for budget in [*budgets[shift:], *budgets[:shift]]:
-            measured[budget].append(_measure(llm, trace, text, budget))
+            measured[budget].append(_measure(llm, trace, prompt, budget))
         progress(f"validation: {number + 1}/{len(pairs)} prompts")
     device = calibration.device() if fixed is None else fixed
     rows = compare(device, calibration.shape, [trace for trace, _ in pairs], measured, options.host_ms / 1e3)
@@ -180,23 +181,34 @@ def markdown(rows: Sequence[Comparison], device: Device) -> str:
     return "\n".join([*lines, "", f"Largest error: {speed:.1%} of tokens/s, {speedup:.1%} of the speed-up."])
 
 
-def _measure(llm: LLM, trace: Trace, text: str, budget: int) -> Decode:
-    try:
-        return _decode(llm, trace, text, budget)
-    except ValueError as error:
-        raise ValueError(f"{trace.workload}, prompt {trace.prompt}, budget {budget}: {error}") from error
-
-
-def _decode(llm: LLM, trace: Trace, text: str, budget: int) -> Decode:
+def _prompt(llm: LLM, trace: Trace, text: str) -> list[int]:
+    """The token ids of a traced prompt. Raises ValueError where they are not those of the trace, or too many."""
+    place = f"{trace.workload}, prompt {trace.prompt}"
     prompt = llm.tokenizer.encode_chat([{"role": "user", "content": text}])
     if len(prompt) != trace.prompt_tokens:
         raise ValueError(
-            f"it has {len(prompt)} tokens here and {trace.prompt_tokens} in the trace: "
+            f"{place}: it has {len(prompt)} tokens here and {trace.prompt_tokens} in the trace: "
             "it was recorded with another model or chat template"
         )
-    run: Run = timed_run(llm, prompt, SamplingParams(max_tokens=trace.decode_tokens + 1), budget)
+    try:
+        check_request(llm, prompt, _params(trace))
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return prompt
+
+
+def _params(trace: Trace) -> SamplingParams:
+    return SamplingParams(max_tokens=trace.decode_tokens + 1)
+
+
+def _measure(llm: LLM, trace: Trace, prompt: list[int], budget: int) -> Decode:
+    place = f"{trace.workload}, prompt {trace.prompt}, budget {budget}"
+    try:
+        run: Run = timed_run(llm, prompt, _params(trace), budget)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     if not run.decode_tokens:
-        raise ValueError(f"the answer ended with its first token, the trace has {trace.decode_tokens} more")
+        raise ValueError(f"{place}: the answer ended with its first token, the trace has {trace.decode_tokens} more")
     return Decode(run.decode_tokens, run.decode_steps, run.decode_s)
 
 
