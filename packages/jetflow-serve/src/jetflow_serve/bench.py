@@ -154,8 +154,8 @@ def _plan(options: Namespace) -> tuple[ModelChoice, Plan]:
     choice = choose_model(options.model, options.head, least, None, options.drafter)
     alone = Method("head" if choice.drafter == "auto" else choice.drafter)
     methods = (named or [alone]) if budgets else []
-    if not methods and (options.tau_only or options.trace):
-        raise ValueError("a trace needs a drafter and a budget: give --budgets above 0")
+    if not methods and (options.tau_only or options.trace or options.plot):
+        raise ValueError("traces and plots need a drafter and a budget: give --budgets above 0")
     seed = secrets.randbits(31) if options.seed is None else options.seed  # every run of a prompt needs the same one
     params = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=seed)
     return choice, Plan(methods, budgets, params, options.repeats)

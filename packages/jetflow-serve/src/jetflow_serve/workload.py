@@ -113,6 +113,6 @@ def check_plot(option: str, path: str | None) -> None:
         return
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"{option} needs matplotlib: install jetflow-serve[plots], or leave {option} out")
-    if Path(path).suffix not in (".png", ".svg"):
+    if Path(path).suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"{option} {path}: name a .png or .svg file")
     check_outputs({option: path})
