@@ -67,11 +67,11 @@ def test_features_are_what_the_target_says_and_survive_an_interrupt(tmp_path: Pa
 def test_features_of_something_else_are_refused(tmp_path: Path) -> None:
     rows = tiny_rows(3)
     build_features(tmp_path, MODEL, rows, TAPS, 8)
-    with pytest.raises(ValueError, match="made with another target"):
+    with pytest.raises(ValueError, match=r"made with another target; delete the folder or name another one$"):
         build_features(tmp_path, tiny_model(seed=5), rows, TAPS, 8)
     with pytest.raises(ValueError, match="made with another rows"):
         build_features(tmp_path, MODEL, tiny_rows(3, seed=9), TAPS, 8)
-    with pytest.raises(ValueError, match="made with another tap_layers"):
+    with pytest.raises(ValueError, match=r"made with another tap_layers \(\[1, 3\] instead of \[0, 2\]\)"):
         build_features(tmp_path, MODEL, rows, (0, 2), 8)
 
 
