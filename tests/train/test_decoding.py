@@ -19,7 +19,7 @@ from jetflow_core.tokenizer import Tokenizer
 from jetflow_train.blocks import BlockRules
 from jetflow_train.config import EvaluateOptions, RegenerateOptions
 from jetflow_train.data import Row, read_rows
-from jetflow_train.evaluate import Run, measure, summarise
+from jetflow_train.evaluate import Run, measure, summarise, workload_files
 from jetflow_train.regenerate import answer
 from jetflow_train.simulate import replayed_tau
 
@@ -165,6 +165,15 @@ def test_measurements_are_lossless_and_written(tmp_path: Path) -> None:
     assert (result.facts["target"], result.facts["dtype"], result.training) == ("demo model", "float32", None)
     assert len(result.forced["load"].accuracy) == 4
     assert json.loads(file.read_text()) == asdict(result)
+
+
+def test_files_of_one_name_are_two_workloads() -> None:
+    files = ["gsm8k/test.jsonl", "math/test.jsonl", "ifeval.jsonl", "ifeval.jsonl"]
+    assert workload_files(files) == {
+        "gsm8k/test.jsonl": Path("gsm8k/test.jsonl"),
+        "math/test.jsonl": Path("math/test.jsonl"),
+        "ifeval": Path("ifeval.jsonl"),
+    }
 
 
 @pytest.mark.parametrize("name", ["nowhere/results.json", "folder"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,10 +121,8 @@ def measure(
         raise ValueError(
             f"max_tokens {options.max_tokens} leaves no room for a prompt in {llm.engine.max_model_len} positions; lower it"
         )
-    workloads = [
-        (Path(file).stem, read_prompts(Path(file), limit=options.limit))
-        for file in options.prompts or (str(EVALUATION),)
-    ]
+    files = workload_files(options.prompts or (str(EVALUATION),))
+    workloads = [(name, read_prompts(path, limit=options.limit)) for name, path in files.items()]
     total = sum(len(prompts) for _, prompts in workloads) * len(budgets)
     done = 0
     forced: dict[str, Forced] = {}
@@ -148,6 +147,13 @@ def measure(
         except OSError as error:
             raise ValueError(f"{options.output}: cannot write the results ({error})") from error
     return result
+
+
+def workload_files(files: Sequence[str]) -> dict[str, Path]:
+    """Prompt files by the names of their workloads: the file's own, or its path where files share a name."""
+    paths = [Path(file) for file in dict.fromkeys(files)]
+    stems = Counter(path.stem for path in paths)
+    return {path.stem if stems[path.stem] == 1 else str(path): path for path in paths}
 
 
 def _check_place(path: Path) -> None:
