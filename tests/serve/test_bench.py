@@ -300,8 +300,10 @@ def test_bad_prompt_files(content: str, message: str, run: Runner, tmp_path: Pat
 
 def test_rows_without_an_id_are_named_after_their_line(tmp_path: Path) -> None:
     path = tmp_path / "bare.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"turns": ["hi"]}\r\n\n{"turns": ["ho", "and"], "id": null}')
-    assert workload.read_workload(path, 9).prompts == [(f"{path}, line 1", "hi"), (f"{path}, line 3", "ho")]
+    path.write_bytes(
+        b'\xef\xbb\xbf{"turns": ["hi"]}\r\n\n{"turns": ["ho", "and"], "id": null}\nwhat is not asked for is not read'
+    )
+    assert workload.read_workload(path, 2).prompts == [(f"{path}, line 1", "hi"), (f"{path}, line 3", "ho")]
 
 
 @pytest.mark.parametrize("option", ["--json", "--markdown", "--trace", "--plot"])

@@ -45,7 +45,8 @@ class EngineConfig:
     `max_model_len` None is what model, head and cache allow.
     `drafter`: who drafts; "auto" is head and lookup where there is a head, else nobody. `candidates`: tokens the head considers
     at each depth. `draft_passes` 2 lets it read its tree once more and grow it again (see `jetflow_core.second_pass`).
-    `draft_width`: nodes of a level that get children in an EAGLE head's tree; None is the head's own number.
+    `draft_width`: nodes of a level that get children in an EAGLE head's tree, each of which takes a cache slot while it grows;
+    None is the head's own number.
     `draft_depth`, `draft_cutoff` and `draft_temperature` shape the trees (see `jetflow_core.shaping`); a temperature of None is
     each drafter's own, such as the one a head's configuration holds.
     `prefix_cache`: pages of equal beginnings are computed once and kept after their request, until another needs the memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,9 +38,7 @@ def read_workload(path: Path, limit: int) -> Workload:
     Raises ValueError that names file and line.
     """
     prompts: dict[str, str] = {}
-    for where, row in json_lines(path):
-        if len(prompts) == limit:
-            break
+    for where, row in itertools.islice(json_lines(path), limit):
         name, text = _read_row(row, where)
         if name in prompts:
             raise ValueError(f"{where}: an earlier row has the id {name} too; give each its own")
