@@ -175,6 +175,7 @@ def test_depth_counts_from_the_last_known_token() -> None:
         ({"loss": "mse"}, "loss 'mse' is unknown: use one of forward_kl, reverse_kl"),
         ({"prefix": 1.0}, "prefix 1.0 must be at least 0 and below 1"),
         ({"accumulate": 0}, "accumulate 0 must be at least 1"),
+        ({"accumulate": 9}, "accumulate 9 exceeds the 8 blocks of a step"),
         ({"keep": 0}, "keep 0 must be at least 1"),
         ({"draft_temperature": 0.0}, "draft_temperature 0.0 must lie between"),
     ],

@@ -91,6 +91,10 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     deep.write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: not JSON"):
         read_rows([deep], 50, 8)
+    for value in ({"text": "a \ud800"}, row(id="\udfff"), {"\ud83d": 1}):
+        with pytest.raises(ValueError, match=r"half\.jsonl, line 2: not JSON .*surrogates not allowed"):
+            read_rows([write(tmp_path / "half.jsonl", row(), value)], 50, 8)
+    assert read_rows([write(tmp_path / "whole.jsonl", row(id="\U0001f600"))], 50, 8)[0].id == "\U0001f600"
     damaged = tmp_path / "rows.jsonl.gz"
     damaged.write_bytes(gzip.compress(json.dumps(row()).encode() * 50)[:-12])
     with pytest.raises(ValueError, match=r"rows\.jsonl\.gz"):

@@ -168,6 +168,8 @@ class HeadOptions:
             self, 1, math.inf, "layers", "intermediate_size", "taps", "anchors", "blocks", "teacher_top", "accumulate"
         )
         _within(self, 1, math.inf, "keep")
+        if self.accumulate > self.blocks:
+            raise ValueError(f"accumulate {self.accumulate} exceeds the {self.blocks} blocks of a step")
         _within(self, 2, math.inf, "max_length")
         _within(self, 0, 1, "warmup", "final_rate")
         _within(self, 0, MOST, "weight_decay", "marginal_weight")

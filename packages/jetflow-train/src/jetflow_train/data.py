@@ -101,6 +101,8 @@ def read_jsonl(path: Path, *, partial_end: bool = False) -> Iterator[tuple[int, 
                     continue
                 try:
                     value = json.loads(line)
+                    if b"\\ud" in line.lower():  # perhaps half of a surrogate pair, which no text may hold
+                        json.dumps(value, ensure_ascii=False).encode()
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
                 if not isinstance(value, dict):

@@ -94,6 +94,7 @@ def regenerate(
     config = EngineConfig(
         budget=options.budget if options.head else 0,
         max_running=options.batch_size,
+        max_batch_tokens=max(EngineConfig.max_batch_tokens, 2 * options.batch_size),  # as much room for prefills
         max_model_len=options.max_length,
     )
     llm = LLM.load(target_path(options.target), options.head, device=options.device, config=config)
