@@ -24,7 +24,7 @@ from jetflow_train import trainer as trainer_module
 from jetflow_train.checkpoint import checkpoints, export_head, load_checkpoint
 from jetflow_train.data import spread
 from jetflow_train.files import sole_use
-from jetflow_train.recipe import Progress, new_trainer
+from jetflow_train.recipe import Progress, new_trainer, run_training
 from jetflow_train.trainer import MAIN_BUDGET, Trainer
 
 MODEL = tiny_model()
@@ -332,6 +332,18 @@ def test_wider_conditioning_goes_on_from_a_narrower_one_as_if_nothing_had_change
     wider.step()
     assert wider.head.pairwise is not None
     assert wider.head.pairwise.down.dense[:, 8:].any(), "new units learn"
+
+
+def test_a_head_of_another_target_is_a_beginning_that_is_told_of(tmp_path: Path) -> None:
+    options = replace(tiny_options(steps=1, online=True), output=str(tmp_path / "run"))
+    progress = Progress()
+    head = run_training(new_trainer(MODEL, ROWS, options, progress), progress)
+    notes: list[str] = []
+    further = replace(options, init=str(head), output=str(tmp_path / "further"))
+    new_trainer(MODEL, ROWS, further, Progress(note=notes.append))
+    assert not notes
+    new_trainer(tiny_model(seed=5), ROWS, further, Progress(note=notes.append))
+    assert notes == [f"note: init {head} was trained for another target, demo model"]
 
 
 @pytest.mark.parametrize(

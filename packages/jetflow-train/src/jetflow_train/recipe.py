@@ -16,8 +16,16 @@ from jetflow_train.distributed import ALONE, Ranks, joined
 from jetflow_train.evaluate import Evaluation, evaluate
 from jetflow_train.features import Features, OnlineFeatures, build_features
 from jetflow_train.files import check_folder
-from jetflow_train.heads import continued_head, head_config, head_shape, new_head, target_tables, training_dtype
-from jetflow_train.record import training_record, write_record
+from jetflow_train.heads import (
+    continued_head,
+    head_config,
+    head_shape,
+    new_head,
+    target_mark,
+    target_tables,
+    training_dtype,
+)
+from jetflow_train.record import read_record, training_record, write_record
 from jetflow_train.regenerate import regenerate
 from jetflow_train.targets import target_path
 from jetflow_train.tensorboard import require_tensorboard, scalar_log
@@ -60,6 +68,9 @@ def new_trainer(
         head = new_head(model, config, rows, options.seed, dtype)
     else:
         head = continued_head(options.init, model, config, dtype)
+        known = read_record(Path(options.init)) or {}
+        if known.get("target_mark", target_mark(model.embed)) != target_mark(model.embed):
+            progress.note(f"note: init {options.init} was trained for another target, {known['target']}")
     wanted = model, rows, config.target_layer_ids, options.teacher_top
     if options.online:
         store: Features = OnlineFeatures(*wanted, ranks)
