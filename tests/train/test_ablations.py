@@ -242,3 +242,22 @@ def test_the_command_compares_and_goes_on(
     assert "τ at 6" in (output / "ablation.md").read_text()
     assert cli.main([*command, "--steps", "4"]) == 1
     assert "trained with another steps; name another output folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--only", "base", "taps-3", "--no-decode"], "variant taps-3: 3 taps need a target with at least 6 layers"),
+        (["--only", "base", "--prompts", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--only", "base", "--max-tokens", "500"], "max_tokens 500 leaves no room for a prompt in 128 positions"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_trained(
+    tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, output = tmp_path / "run.toml", tmp_path / "out"
+    config.write_text("[head]\ntaps = 1\ndraft_vocab_size = 40\nteacher_top = 8\n")
+    command = ["ablate", "--config", str(config), "--target", write_checkpoint(tmp_path / "target"), "--device", "cpu"]
+    assert cli.main([*command, "--regenerated", write_rows(tmp_path)[0], "--output", str(output), *flags]) == 1
+    assert capsys.readouterr().err.startswith(f"jetflow-train: {message}")
+    assert not output.exists()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from report_samples import evaluation
 from safetensors.torch import load_file
-from tiny_checkpoint import write_checkpoint, write_prompts
+from tiny_checkpoint import GOLDEN, write_checkpoint, write_prompts
 
 from jetflow_train import cli
 from jetflow_train.config import (
@@ -188,6 +188,12 @@ def test_trouble_on_the_way_ends_in_one_line(
     assert text.startswith("jetflow-train: ")
     assert message in text
     assert text.count("\n") == 1
+
+
+def test_a_target_that_cannot_be_asked_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("evaluate", "regenerate"):
+        assert cli.main([command, "--target", str(GOLDEN)]) == 1
+        assert "golden/qwen3: this target has no tokenizer.json" in capsys.readouterr().err
 
 
 def test_a_terminal_without_greek_letters_ends_nothing() -> None:
@@ -385,7 +391,10 @@ def test_the_whole_recipe_from_prompts_to_a_head_and_its_table(
     config.write_text(RECIPE.format(prompts=prompts, taps=5))
     assert cli.main(command) == 1
     assert "5 taps need a target with at least 8 layers" in capsys.readouterr().err
-    assert not output.exists()  # which is said before the prompts are answered
+    config.write_text(RECIPE.format(prompts=prompts, taps=1) + 'output = "nowhere/results.json"\n')
+    assert cli.main(command) == 1
+    assert "nowhere/results.json: cannot write the results" in capsys.readouterr().err
+    assert not output.exists()  # both are said before the prompts are answered
     config.write_text(RECIPE.format(prompts=prompts, taps=1))
     for _ in range(2):  # the second time everything is there but the measures
         assert cli.main(command) == 0

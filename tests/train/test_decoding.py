@@ -196,9 +196,7 @@ def test_more_tokens_than_the_target_has_positions_for(tmp_path: Path) -> None:
     prompts = (prompt_file(tmp_path / "load.jsonl", 2),)
     with pytest.raises(ValueError, match="max_tokens 127 leaves no room for a prompt in 128 positions; lower it"):
         measure(llm(), EvaluateOptions(prompts=prompts, max_tokens=127))
-    with pytest.raises(
-        ValueError, match="load: prompt p/0 has 4 tokens, the limit is 4 with its answer; lower max_tokens"
-    ):
+    with pytest.raises(ValueError, match="prompt p/0 has 4 tokens, the limit is 4 with its answer; lower max_tokens"):
         measure(llm(), EvaluateOptions(prompts=prompts, max_tokens=124))
 
 

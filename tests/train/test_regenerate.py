@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from test_files import FullDisk
-from tiny_checkpoint import GOLDEN, write_checkpoint, write_prompts
+from tiny_checkpoint import write_checkpoint, write_prompts
 
 from jetflow_core.llm import LLM
 from jetflow_train import cli
@@ -281,8 +281,3 @@ def test_answers_are_no_longer_than_the_target_can_read(tmp_path: Path, target: 
 
 def test_batches_may_be_larger_than_the_engines_default_allows(tmp_path: Path, target: str) -> None:
     assert regenerate(options(tmp_path, target=target, batch_size=1500)) == 3
-
-
-def test_a_target_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"golden/qwen3: this target has no tokenizer\.json"):
-        regenerate(options(tmp_path, target=str(GOLDEN)))

@@ -25,15 +25,15 @@ from jetflow_core.weights import open_checkpoint
 from jetflow_train.checkpoint import checkpoints
 from jetflow_train.config import AblateOptions, EvaluateOptions, HeadOptions
 from jetflow_train.data import Row, is_held_out, read_rows, rows_fingerprint, spread
-from jetflow_train.evaluate import PACKAGES, evaluate
+from jetflow_train.evaluate import PACKAGES, evaluate, read_workloads
 from jetflow_train.features import RowFeatures
 from jetflow_train.files import replace_file
-from jetflow_train.heads import target_tables, training_dtype
+from jetflow_train.heads import head_shape, target_tables, training_dtype
 from jetflow_train.plots import can_plot, draw_training
 from jetflow_train.recipe import Progress, new_trainer, run_training
 from jetflow_train.record import dataset_of
 from jetflow_train.simulate import answer_features, head_rules, replayed_rounds
-from jetflow_train.targets import target_path
+from jetflow_train.targets import target_path, target_tokenizer
 from jetflow_train.variants import CORPUS, MATCHED, REGENERATED, VARIANTS, Variant
 
 Rounds = dict[int, list[tuple[int, int]]]  # budget: (tokens committed, target passes) of every row
@@ -64,8 +64,8 @@ class Comparison:
 def ablate(options: AblateOptions, base: HeadOptions, progress: Progress) -> Comparison:
     """Load the target and rows, then train and measure every variant. `base` holds what the heads share.
 
-    Raises ValueError for unknown variants, data that does not fit, no held-out greedy rows, and results in the output
-    folder that were made with other settings.
+    Raises ValueError for unknown variants, heads that the target cannot have, data and workloads that do not fit, no held-out
+    greedy rows, and results in the output folder that were made with other settings.
     """
     base = replace(
         base,
@@ -78,6 +78,14 @@ def ablate(options: AblateOptions, base: HeadOptions, progress: Progress) -> Com
     )
     variants = chosen(options, base)
     checkpoint = open_checkpoint(target_path(options.target))
+    for variant in variants:
+        try:
+            head_shape(checkpoint.config, variant_options(variant, base))
+        except ValueError as error:
+            raise ValueError(f"variant {variant.name}: {error}; name the others with --only") from error
+    if options.decode:
+        asked, positions = decoding_options(options, Path(options.output)), checkpoint.config.max_position_embeddings
+        read_workloads(target_tokenizer(checkpoint), asked, positions)
     model = build_model(checkpoint, base.target_dtype, options.device)
     limit = min(base.max_length, model.config.max_position_embeddings)
     files = {REGENERATED: options.regenerated} | ({CORPUS: options.corpus} if options.corpus else {})
@@ -138,6 +146,19 @@ def matched_rows(regenerated: Sequence[Row], corpus: Sequence[Row]) -> dict[str,
         )
     pairs = ((MATCHED, own), (CORPUS, other))
     return {kind: spread([row for key, row in each.items() if key in common]) for kind, each in pairs}
+
+
+def decoding_options(options: AblateOptions, head: Path) -> EvaluateOptions:
+    """How `head` decodes workloads."""
+    return EvaluateOptions(
+        target=options.target,
+        device=options.device,
+        head=str(head),
+        prompts=options.prompts,
+        budgets=options.budgets,
+        limit=options.limit,
+        max_tokens=options.max_tokens,
+    )
 
 
 def held_out_rows(rows: Sequence[Row], held_out: float, count: int) -> dict[str, list[Row]]:
@@ -227,16 +248,7 @@ class _Bench:
         }
 
     def _decoded(self, folder: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-        options = self._options
-        asked = EvaluateOptions(
-            target=options.target,
-            device=options.device,
-            head=str(folder / "head"),
-            prompts=options.prompts,
-            budgets=options.budgets,
-            limit=options.limit,
-            max_tokens=options.max_tokens,
-        )
+        asked = decoding_options(self._options, folder / "head")
         seen = _plain({"head": identity, **asdict(asked)})
         return _once(folder / "decoded.json", seen, lambda: asdict(evaluate(asked, self._progress.decoding)))
 

@@ -22,6 +22,8 @@ from jetflow_core import host
 from jetflow_core.engine import EngineConfig
 from jetflow_core.llm import LLM
 from jetflow_core.sampling import SamplingParams
+from jetflow_core.tokenizer import Tokenizer
+from jetflow_core.weights import open_checkpoint
 from jetflow_train.config import EvaluateOptions
 from jetflow_train.data import Row
 from jetflow_train.features import RowFeatures
@@ -30,7 +32,7 @@ from jetflow_train.heads import target_mark
 from jetflow_train.prompts import EVALUATION, encode_prompts, read_prompts
 from jetflow_train.record import read_record
 from jetflow_train.simulate import answer_features, forced_metrics, head_rules, replayed_tau
-from jetflow_train.targets import target_path
+from jetflow_train.targets import target_path, target_tokenizer
 
 PACKAGES = ("jetflow-train", "jetflow-core", "jetflow-triton", "torch")
 FORCED_ANCHORS = 16
@@ -99,7 +101,9 @@ class Run:
 
 
 def evaluate(options: EvaluateOptions, on_run: Callable[[int, int], object] = lambda done, total: None) -> Evaluation:
-    """Load target and head, and `measure`."""
+    """Load target and head, and `measure`. Raises ValueError as that does, for the workloads before anything is loaded."""
+    checkpoint = open_checkpoint(target_path(options.target))
+    read_workloads(target_tokenizer(checkpoint), options, checkpoint.config.max_position_embeddings)
     config = EngineConfig(max_running=1, drafter="head")
     llm = LLM.load(target_path(options.target), options.head, device=options.device, config=config)
     return measure(llm, options, on_run)
@@ -113,23 +117,15 @@ def measure(
     `on_run(done, total)` is told of each decoded prompt. Raises ValueError for a head that does not fit the target,
     bad prompts, answers that are all one token long, and an output file that cannot be written.
     """
-    if options.output is not None:
-        _check_place(Path(options.output))  # before the work, not after it
     budgets = list(dict.fromkeys(options.budgets))
-    limit = llm.engine.max_model_len - options.max_tokens
-    if limit < 2:
-        raise ValueError(
-            f"max_tokens {options.max_tokens} leaves no room for a prompt in {llm.engine.max_model_len} positions; lower it"
-        )
-    files = workload_files(options.prompts or (str(EVALUATION),))
-    workloads = [(name, read_prompts(path, limit=options.limit)) for name, path in files.items()]
-    total = sum(len(prompts) for _, prompts in workloads) * len(budgets)
+    workloads = read_workloads(llm.tokenizer, options, llm.engine.max_model_len)
+    total = sum(len(prompts) for prompts in workloads.values()) * len(budgets)
     done = 0
     forced: dict[str, Forced] = {}
     measurements: list[Measurement] = []
-    for name, prompts in workloads:
+    for name, prompts in workloads.items():
         runs: dict[int, list[Run]] = {budget: [] for budget in budgets}
-        for ids in encode_prompts(llm.tokenizer, prompts, limit, name, "lower max_tokens"):
+        for ids in prompts:
             for budget in budgets:
                 runs[budget].append(_decode(llm, ids, options.max_tokens, budget))
                 done += 1
@@ -147,6 +143,25 @@ def measure(
         except OSError as error:
             raise ValueError(f"{options.output}: cannot write the results ({error})") from error
     return result
+
+
+def read_workloads(tokenizer: Tokenizer, options: EvaluateOptions, positions: int) -> dict[str, list[list[int]]]:
+    """Token ids of every workload's prompts, for a target with so many `positions`.
+
+    Raises ValueError for whatever of `options` cannot be used, the output file included: to be known before long work.
+    """
+    if options.output is not None:
+        _check_place(Path(options.output))
+    limit = positions - options.max_tokens
+    if limit < 2:
+        raise ValueError(
+            f"max_tokens {options.max_tokens} leaves no room for a prompt in {positions} positions; lower it"
+        )
+    files = workload_files(options.prompts or (str(EVALUATION),))
+    return {
+        name: encode_prompts(tokenizer, read_prompts(path, limit=options.limit), limit, str(path), "lower max_tokens")
+        for name, path in files.items()
+    }
 
 
 def workload_files(files: Sequence[str]) -> dict[str, Path]:

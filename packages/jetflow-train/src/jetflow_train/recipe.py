@@ -13,7 +13,7 @@ from jetflow_train.checkpoint import export_head
 from jetflow_train.config import EvaluateOptions, HeadOptions, RegenerateOptions
 from jetflow_train.data import Row, read_rows, spread
 from jetflow_train.distributed import ALONE, Ranks, joined
-from jetflow_train.evaluate import Evaluation, evaluate
+from jetflow_train.evaluate import Evaluation, evaluate, read_workloads
 from jetflow_train.features import Features, OnlineFeatures, build_features
 from jetflow_train.files import check_folder
 from jetflow_train.heads import (
@@ -27,7 +27,7 @@ from jetflow_train.heads import (
 )
 from jetflow_train.record import read_record, training_record, write_record
 from jetflow_train.regenerate import regenerate
-from jetflow_train.targets import target_path
+from jetflow_train.targets import target_path, target_tokenizer
 from jetflow_train.tensorboard import require_tensorboard, scalar_log
 from jetflow_train.trainer import MAIN_BUDGET, Trainer
 
@@ -119,9 +119,13 @@ def run_recipe(
 ) -> tuple[Evaluation, Evaluation, Path]:
     """Regenerate, train and evaluate; (evaluation of the untrained head at the first budget, of the trained one, its folder).
 
-    Raises ValueError as its parts do, for a head that does not fit the target before anything is made.
+    Raises ValueError as its parts do; for a head that does not fit the target, and workloads that cannot be decoded, before
+    anything is made.
     """
-    head_shape(open_checkpoint(target_path(training.target)).config, training)  # what cannot be is said before the work
+    # What cannot be is said before the work.
+    checkpoint = open_checkpoint(target_path(training.target))
+    head_shape(checkpoint.config, training)
+    read_workloads(target_tokenizer(checkpoint), evaluating, checkpoint.config.max_position_embeddings)
     regenerate(regenerating, progress.rows, progress.note)
     trainer = prepare(training, progress)
     untrained = trainer.output / "untrained-head"

@@ -25,7 +25,7 @@ from jetflow_train.data import RowKey, variant_of
 from jetflow_train.endpoint import Endpoint, Unusable, end_token, read_answer, read_message, side_by_side
 from jetflow_train.prompts import SAMPLES, Prompt, encode_prompts, read_prompts
 from jetflow_train.row_file import open_rows
-from jetflow_train.targets import target_path
+from jetflow_train.targets import target_path, target_tokenizer
 
 OnRow = Callable[[int, int, int], object]
 Note = Callable[[str], object]
@@ -82,11 +82,7 @@ def regenerate(
     many rows were new. Raises ValueError for prompts, target, endpoint or output file that cannot be used.
     """
     checkpoint = open_checkpoint(target_path(options.target))
-    tokenizer = checkpoint.tokenizer
-    if tokenizer is None:
-        raise ValueError(
-            f"{options.target}: this target has no tokenizer.json, without which it cannot be asked anything"
-        )
+    tokenizer = target_tokenizer(checkpoint)
     # The target reads no more than its positions, whatever the option allows.
     options = replace(options, max_length=min(options.max_length, checkpoint.config.max_position_embeddings))
     if options.endpoint is not None:
