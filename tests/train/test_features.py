@@ -103,6 +103,21 @@ def test_features_of_another_shape_are_named(tmp_path: Path, file: str, change: 
         build_features(tmp_path, MODEL, rows, TAPS, 8)
 
 
+@pytest.mark.parametrize("file", ["tokens.npy", "teacher_ids.npy"])
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_features_with_impossible_ids_are_named(tmp_path: Path, file: str, token: int) -> None:
+    rows = tiny_rows(3)
+    build_features(tmp_path, MODEL, rows, TAPS, 8)
+    path = tmp_path / "shard-00000" / file
+    values = np.load(path)
+    values[-1] = token
+    np.save(path, values)
+    store = build_features(tmp_path, MODEL, rows, TAPS, 8)
+    assert len(store[0].tokens)
+    with pytest.raises(ValueError, match=r"shard-00000: damaged features \(row 2 has ids outside .* delete"):
+        store[2]
+
+
 def test_a_store_that_another_run_makes_is_left_to_it(tmp_path: Path) -> None:
     rows = tiny_rows(3)
     with sole_use(tmp_path), pytest.raises(ValueError, match="another run is writing here"):

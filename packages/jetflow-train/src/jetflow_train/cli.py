@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config_flag(parser: argparse.ArgumentParser, default: Any) -> None:
-    text = "TOML file with sections [regenerate], [head], [evaluate], [ablate]; flags win"
+    text = "TOML file with sections [regenerate], [head], [evaluate], [ablate], [throughput]; flags win"
     parser.add_argument("--config", default=default, help=text)
 
 

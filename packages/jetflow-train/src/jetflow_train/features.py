@@ -40,6 +40,7 @@ from jetflow_train.distributed import ALONE, Ranks, SharedTarget
 from jetflow_train.files import replace_file, sole_use
 
 ROWS_PER_SHARD = 64
+ANOTHER = "delete the folder or name another one"
 HASHED = ("target", "rows")  # parts of a fingerprint whose values say nothing to a reader
 # Rows are joined into one pass up to so many tokens, which fills a GPU. A CPU is busy with one row.
 PASS_TOKENS = {"cuda": 16384}
@@ -138,11 +139,11 @@ def target_fingerprint(model: Decoder) -> str:
 class FeatureStore:
     """Reads the shards of a folder in order; `refresh` picks up shards that a running build has finished since."""
 
-    def __init__(self, path: Path, fingerprint: dict[str, Any], width: int) -> None:
-        """`width` is that of the taps, K·C."""
+    def __init__(self, path: Path, fingerprint: dict[str, Any], width: int, vocab_size: int) -> None:
+        """`width` is that of the taps, K·C. `vocab_size` is the target's."""
         self.path = path
         self._check(fingerprint)
-        self._widths = width, fingerprint["top"]
+        self._widths, self._vocab_size = (width, fingerprint["top"]), vocab_size
         self._shards: list[_Shard] = []
         self._rows: list[tuple[int, int]] = []
         self.refresh()
@@ -151,16 +152,14 @@ class FeatureStore:
         try:
             found = json.loads((self.path / "meta.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.path}: not a feature store ({error})") from error
+            raise ValueError(f"{self.path}: not a feature store ({error}); {ANOTHER}") from error
         if not isinstance(found, dict):
-            raise ValueError(f"{self.path}: not a feature store (meta.json holds no object)")
+            raise ValueError(f"{self.path}: not a feature store (meta.json holds no object); {ANOTHER}")
         found = cast("dict[str, Any]", found)
         for key, value in expected.items():
             if found.get(key) != value:
                 values = "" if key in HASHED else f" ({found.get(key)} instead of {value})"
-                raise ValueError(
-                    f"{self.path}: features were made with another {key}{values}; delete the folder or name another one"
-                )
+                raise ValueError(f"{self.path}: features were made with another {key}{values}; {ANOTHER}")
 
     def refresh(self) -> int:
         """Open shards that have appeared; return the number of rows available."""
@@ -174,7 +173,10 @@ class FeatureStore:
         try:
             return _Shard(shard, *self._widths)
         except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
-            raise ValueError(f"{shard}: damaged features ({error}); delete {self.path} to make them again") from error
+            raise self._damaged(shard, error) from error
+
+    def _damaged(self, shard: Path, reason: object) -> ValueError:
+        return ValueError(f"{shard}: damaged features ({reason}); delete {self.path} to make them again")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -183,12 +185,18 @@ class FeatureStore:
         """Stored features need nobody."""
 
     def __getitem__(self, index: int) -> RowFeatures:
-        shard, position = self._rows[index]
-        return self._shards[shard].row(position)
+        number, position = self._rows[index]
+        shard = self._shards[number]
+        features = shard.row(position)
+        for ids in (features.tokens, features.teacher_ids):
+            if ids.min() < 0 or ids.max() >= self._vocab_size:
+                raise self._damaged(shard.path, f"row {index} has ids outside the vocabulary")
+        return features
 
 
 class _Shard:
     def __init__(self, path: Path, width: int, top: int) -> None:
+        self.path = path
         index = json.loads((path / "index.json").read_text(encoding="utf-8"))
         self.rows: list[int] = index["rows"]
         self.lengths: list[int] = index["lengths"]
@@ -261,7 +269,7 @@ def build_features(
     except OSError as error:
         raise ValueError(f"{path}: cannot write features ({error})") from error
     ranks.wait()
-    store = FeatureStore(path, fingerprint, len(tap_layers) * model.config.hidden_size)
+    store = FeatureStore(path, fingerprint, len(tap_layers) * model.config.hidden_size, model.config.vocab_size)
     for _ in range(len(store)):
         on_row()
     missing = len(store) < len(rows)
