@@ -57,6 +57,16 @@ def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one\ntwo\n"
 
 
+@pytest.mark.parametrize(
+    ("content", "left"), [(b"", b""), (b"\n", b"\n"), (b"h", b""), (b"half", b""), (b"a\n\nb", b"a\n\n")]
+)
+def test_half_a_line_is_cut_off(tmp_path: Path, content: bytes, left: bytes) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(content)
+    assert cut_partial_line(path) == len(left)
+    assert path.read_bytes() == left
+
+
 def test_a_place_is_one_runs_until_it_ends(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from jetflow_train.files import sole_use\n"

@@ -18,10 +18,7 @@ Options = TypeVar(
 
 
 MOST = 1e9  # for numbers without a natural limit: finite, and small enough to be multiplied
-COLDEST, HOTTEST = (
-    0.01,
-    100.0,
-)  # temperatures in a loss: beyond them nothing but one token, or nothing but noise, is left
+COLDEST, HOTTEST = 0.01, 100.0  # temperatures in a loss: beyond them lies one token alone, or noise
 LONGEST_TIMEOUT = 1e6  # seconds; the system's own limit lies somewhere above
 
 

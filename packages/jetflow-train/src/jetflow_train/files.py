@@ -28,10 +28,13 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
 
 def cut_partial_line(path: Path) -> int:
     """Cut off a last line without its newline, which a killed run has left; the size that is left."""
-    content = path.read_bytes()
-    size = content.rfind(b"\n") + 1
-    if size < len(content):
-        os.truncate(path, size)
+    with path.open("r+b") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(size - 1, 0))
+        if stream.read(1) not in (b"\n", b""):
+            stream.seek(0)
+            size = stream.read().rfind(b"\n") + 1
+            stream.truncate(size)
     return size
 
 
