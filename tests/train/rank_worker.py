@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,8 @@ SCENARIOS: dict[str, dict[str, object]] = {
 
 
 def trainer(folder: Path, changes: dict[str, object], online: bool, ranks: Ranks = ALONE) -> Trainer:
-    model, options = tiny_model(), tiny_options(steps=3, output=str(folder / "run"), **changes)
+    # Clipping would hide what gradients are divided by, as AdamW does.
+    model, options = tiny_model(), tiny_options(steps=3, output=str(folder / "run"), clip=math.inf, **changes)
     config = head_config(model, options)
     head = new_head(model, config, ROWS, options.seed)
     if online:
@@ -41,6 +43,11 @@ def trainer(folder: Path, changes: dict[str, object], online: bool, ranks: Ranks
 
 def weights(run: Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in run.head.named_parameters() if p.requires_grad}
+
+
+def gradients(run: Trainer) -> dict[str, torch.Tensor]:
+    """Those of the last step."""
+    return {name: p.grad.clone() for name, p in run.head.named_parameters() if p.grad is not None}
 
 
 class Poisoned:
@@ -72,6 +79,7 @@ def scenarios(folder: Path, ranks: Ranks) -> None:
         run = trainer(folder / name, changes, name == "online", ranks)
         run.run()
         torch.save(weights(run), folder / name / f"weights-{ranks.rank}.pt")
+        torch.save(gradients(run), folder / name / f"gradients-{ranks.rank}.pt")
     run = trainer(folder / "shared", SCENARIOS["shared"], False, ranks)
     draws, _ = run.order.draw(run.position)
     run.store = Poisoned(run.store, draws[1].row)

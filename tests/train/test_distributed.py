@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_worker import ROWS, SCENARIOS, trainer, weights
+from rank_worker import ROWS, SCENARIOS, gradients, trainer, weights
 
 from jetflow_train.distributed import deal
 
@@ -46,6 +46,11 @@ def test_two_ranks_equal_one(two_ranks: Path, tmp_path: Path, name: str) -> None
     start = weights(alone)
     alone.run()
     assert losses(two_ranks / name) == pytest.approx(losses(tmp_path), rel=1e-4)
+    first, second = (torch.load(two_ranks / name / f"gradients-{rank}.pt", weights_only=True) for rank in (0, 1))
+    for key, value in gradients(alone).items():
+        assert torch.equal(first[key], second[key]), key
+        assert value.any(), key
+        torch.testing.assert_close(first[key], value, rtol=1e-2, atol=1e-5)
     first, second = (torch.load(two_ranks / name / f"weights-{rank}.pt", weights_only=True) for rank in (0, 1))
     for key, value in weights(alone).items():
         assert torch.equal(first[key], second[key]), key
