@@ -24,6 +24,7 @@ from jetflow_train.data import spread
 from jetflow_train.features import build_features
 from jetflow_train.heads import target_tables
 from jetflow_train.losses import LOSSES
+from jetflow_train.states import slot_states
 from jetflow_train.trainer import STEPS_PER_ACCEPTANCE, STEPS_PER_LOG, Trainer
 
 MODEL = tiny_model()
@@ -74,6 +75,35 @@ def test_the_loss_is_one_mean_over_slots_however_they_are_dealt(tmp_path: Path) 
         whole = run.pack(draws)
         assert float(run.losses(whole)[0]) == pytest.approx(total, rel=1e-5)
     assert float(whole.weight.sum()) == pytest.approx(sum(float(batch.weight.sum()) for batch in batches))
+
+
+def test_the_gradient_is_that_of_the_options_objective(tmp_path: Path) -> None:
+    """Both temperatures and the weight of the marginal loss, written the long way."""
+    changes: dict[str, object] = {"teacher_temperature": 0.5, "draft_temperature": 2.0, "marginal_weight": 0.7}
+    run = trainer(tmp_path, blocks=12, clip=math.inf, draft_vocab_size=None, **changes)
+    batch = run.pack(run.order.draw(run.position)[0])
+    teacher = torch.softmax(batch.teacher_logp / 0.5, dim=-1)
+
+    def divergence(states: torch.Tensor) -> torch.Tensor:
+        log_q = torch.log_softmax(run.head.logits(states) / 2.0, dim=-1).gather(1, batch.teacher_ids)
+        return 2.0**2 * (batch.weight * (teacher * (teacher.log() - log_q)).sum(-1)).sum()
+
+    conditioned, hidden = slot_states(run.head, batch)
+    ((divergence(conditioned) + 0.7 * divergence(hidden)) / batch.weight.sum()).backward()
+    expected = {name: p.grad.clone() for name, p in run.head.named_parameters() if p.grad is not None}
+    found = gradients(run)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_the_seed_decides_what_is_drawn(tmp_path: Path) -> None:
+    first, same, other = (trainer(tmp_path / name, seed=seed) for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    draws = [run.order.draw(run.position)[0] for run in (first, same, other)]
+    assert draws[0] == draws[1] != draws[2]
+    batches = [run.pack(each) for run, each in zip((first, same, other), draws, strict=True)]
+    assert torch.equal(batches[0].positions, batches[1].positions)
+    assert not torch.equal(batches[0].positions, batches[2].positions)
 
 
 def test_slots_count_as_drafts_reach_them(tmp_path: Path) -> None:
