@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,15 +21,16 @@ class Flip:
 
     prompt: str
     position: int
-    gap: float  # logit of budget 0's token minus that of the other, from one plain pass over the text so far
+    gap: float | None  # logit of budget 0's token minus that of the other, from one plain pass over the text so far;
+    # None where one answer ends and the other goes on: they share every token, so it is no near-tie
 
 
 @torch.inference_mode()
 def find_flip(model: Decoder, name: str, prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> Flip:
     """Where the answer `other` parts from `plain`, both to `prompt`. They must differ; all are token ids."""
     position = next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), None)
-    if position is None:  # one ends where the other goes on: they share every token, so this is no near-tie
-        return Flip(name, min(len(plain), len(other)), float("inf"))
+    if position is None:
+        return Flip(name, min(len(plain), len(other)), None)
     hidden, _ = model.forward_sequence(torch.tensor([*prompt, *plain[:position]], device=model.embed.device))
     logits = model.logits(hidden[-1:]).float()[0]
     return Flip(name, position, float(logits[plain[position]] - logits[other[position]]))
@@ -41,11 +43,15 @@ def excused(flips: Sequence[Flip], temperature: float, dtype: torch.dtype, exact
     """
     if exact or dtype == torch.float32:
         return not flips
-    return temperature > 0 or all(abs(flip.gap) <= GAP_LIMIT[dtype] for flip in flips)
+    return temperature > 0 or all(_size(flip) <= GAP_LIMIT[dtype] for flip in flips)
 
 
 def largest_gap(flips: Sequence[Flip], temperature: float) -> str:
     """The largest gap as a cell of a table."""
     if not flips:
         return "—"
-    return "not judged" if temperature > 0 else f"{max(abs(flip.gap) for flip in flips):.3g}"
+    return "not judged" if temperature > 0 else f"{max(map(_size, flips)):.3g}"
+
+
+def _size(flip: Flip) -> float:
+    return math.inf if flip.gap is None else abs(flip.gap)
