@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from jetflow_serve.flips import Flip, excused, find_flip, largest_gap
+from tiny import tiny_model
 
 PROMPT = [5, 9, 2]
 
