@@ -105,6 +105,19 @@ def test_the_seed_decides_what_is_drawn(tmp_path: Path) -> None:
     assert torch.equal(batches[0].positions, batches[1].positions)
     assert not torch.equal(batches[0].positions, batches[2].positions)
 
+    def seeds(run: Trainer) -> dict[int, int]:
+        """Of each row's anchors, in the first epoch."""
+        position, found = run.position, dict[int, int]()
+        while position.epoch == 0:
+            drawn, position = run.order.draw(position)
+            found = {draw.row: draw.seed for draw in drawn} | found
+        return found
+
+    once, again, otherwise = seeds(first), seeds(same), seeds(other)
+    assert once == again
+    assert once.keys() == otherwise.keys()
+    assert all(once[row] != otherwise[row] for row in once)
+
 
 def test_slots_count_as_drafts_reach_them(tmp_path: Path) -> None:
     run = trainer(tmp_path, d_pace=True, gamma=3.0, steps=4 * STEPS_PER_ACCEPTANCE, truncate=False)

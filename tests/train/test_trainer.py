@@ -125,6 +125,20 @@ def test_a_bad_batch_is_named_and_the_checkpoint_stays(tmp_path: Path) -> None:
     assert (checkpoints(tmp_path / "run")[-1]).read_bytes() == before
 
 
+def test_a_gradient_that_is_no_number_moves_nothing(tmp_path: Path) -> None:
+    """The loss may be finite all the same."""
+    run = trainer(tmp_path, tiny_options(steps=3))
+    start = weights(run)
+    run.head.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(
+        ValueError, match=r"step 0: loss \d.*, gradient norm (nan|inf) on rows .*tiny/.* saved before is intact"
+    ):
+        run.step()
+    assert run.position.step == 0
+    for name, value in weights(run).items():
+        assert torch.equal(value, start[name]), name
+
+
 def test_held_out_rows_are_never_trained_on(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_options(steps=1, held_out=0.4))
     position, seen = run.position, set[int]()
