@@ -70,6 +70,21 @@ def test_too_few_nodes_say_nothing() -> None:
     assert calibrate(head, [features_of(MODEL, rows[0])], head_rules(head), 4, 3) is None
 
 
+@pytest.mark.parametrize(("halves", "fitted"), [((1.7, 1.7), 1.7), ((0.5, 2.5), None)])
+def test_a_temperature_must_hold_for_rows_that_it_was_not_fitted_on(
+    monkeypatch: pytest.MonkeyPatch, halves: tuple[float, float], fitted: float | None
+) -> None:
+    made = {0: outcomes(halves[0]), 1: outcomes(halves[1])}
+    monkeypatch.setattr("jetflow_train.calibration.node_outcomes", lambda head, items, *_: made[items[0]])
+    found = calibrate(None, [0, 1], None, 32, 96)  # pyright: ignore[reportArgumentType]
+    if fitted is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.temperature == pytest.approx(fitted, rel=0.05)
+        assert (found.nodes, found.after > found.before) == (40_000, True)
+
+
 def test_one_row_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a second row there is nothing to hold a fit against, however many nodes the first one has."""
     monkeypatch.setattr("jetflow_train.calibration.LEAST_NODES", 1)

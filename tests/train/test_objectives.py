@@ -105,17 +105,20 @@ def test_the_seed_decides_what_is_drawn(tmp_path: Path) -> None:
     assert torch.equal(batches[0].positions, batches[1].positions)
     assert not torch.equal(batches[0].positions, batches[2].positions)
 
-    def seeds(run: Trainer) -> dict[int, int]:
-        """Of each row's anchors, in the first epoch."""
-        position, found = run.position, dict[int, int]()
-        while position.epoch == 0:
+    def seeds(run: Trainer, epoch: int = 0) -> dict[int, int]:
+        """Of each row's anchors, in the order of an epoch."""
+        position, found = replace(run.position, epoch=epoch, epoch_rows=len(ROWS)), dict[int, int]()
+        while position.epoch == epoch:
             drawn, position = run.order.draw(position)
-            found = {draw.row: draw.seed for draw in drawn} | found
+            for draw in drawn:
+                found.setdefault(draw.row, draw.seed)
         return found
 
     once, again, otherwise = seeds(first), seeds(same), seeds(other)
     assert once == again
     assert once.keys() == otherwise.keys()
+    assert list(once) != list(otherwise)
+    assert list(once) != list(seeds(first, epoch=1))
     assert all(once[row] != otherwise[row] for row in once)
 
 
