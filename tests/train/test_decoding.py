@@ -209,6 +209,8 @@ def test_answers_of_one_token_have_no_speed(tmp_path: Path) -> None:
     assert (plain.speedup, drafted.speedup, drafted.identical) == (1.0, 1.0, 2)
     assert (plain.predicted, drafted.predicted) == (None, 1.0)
     assert plain.tokens_per_second == pytest.approx(4.0)
+    flipped = runs | {4: [runs[4][0], replace(runs[4][1], token_ids=(5, 9, 7))]}  # at a near-tie
+    assert summarise("load", flipped, {4: 1.0})[1].identical == 1
     assert [each.budget for each in measure(llm(), replace(short, max_tokens=3)).measurements] == [0, 4]
 
 

@@ -232,6 +232,28 @@ def test_a_step_has_the_schedules_rate_clipped_gradients_and_decay_of_matrices_a
     assert decays == {True: 0.25, False: 0.0}
 
 
+def test_minutes_are_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of three of them with steps of twenty seconds: its length, its rate, its checkpoints and its measures."""
+    options = tiny_options(steps=None, minutes=3.0, checkpoint_minutes=1.0, evaluate_minutes=2.0, keep=9, warmup=0.5)
+    run = trainer(tmp_path, options)
+    now, rates, step = [0.0], list[float](), run.optimizer.step
+    monkeypatch.setattr(run, "_elapsed", lambda: now[0])
+
+    def slow() -> None:
+        step()
+        now[0] += 20.0
+        rates.append(run.optimizer.param_groups[0]["lr"])
+
+    run.optimizer.step = slow  # pyright: ignore[reportAttributeAccessIssue]
+    run.run()
+    assert run.position.step == 9
+    assert rates == [learning_rate(20.0 * number / 180.0, options) for number in range(9)]
+    # More than a minute after the last one, or with a measure.
+    assert [path.name for path in checkpoints(run.output)] == [f"checkpoint-0000000{step}.pt" for step in (4, 7, 8, 9)]
+    records = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["elapsed"]) for record in records] == [(7, 140.0), (9, 180.0)]
+
+
 def test_an_interrupt_in_the_middle_of_a_step_saves_nothing_of_it(tmp_path: Path) -> None:
     options = tiny_options(steps=5, checkpoint_minutes=0.0)
     straight = trainer(tmp_path / "a", options)
