@@ -113,6 +113,8 @@ def test_a_saved_head_drafts_as_before(tmp_path: Path, conditioning: str, order:
     again = tmp_path / "again"
     loaded.save(again)
     assert (again / "model.safetensors").read_bytes() == (tmp_path / "head" / "model.safetensors").read_bytes()
+    modes = {file.stat().st_mode for file in again.iterdir()}
+    assert len(modes) == 1, "who may read the configuration may read the weights"
 
 
 def test_a_head_for_another_width_is_refused() -> None:
