@@ -10,19 +10,28 @@ import torch
 
 from jetflow_core.model import Decoder
 
-# Half-precision logits have 8 or 11 significant bits, so two products of the same row differ by a few units in the last place.
-# A larger gap between the two best tokens at a flip is an error of ours and not a near-tie.
-GAP_LIMIT = {torch.bfloat16: 0.5, torch.float16: 0.0625}
+# A half-precision logit has 8 or 11 significant bits: two products of the same row differ by a few units in the last place,
+# which for logits around 36 in bfloat16 are 0.25 each. A larger gap of two tokens at a flip is an error of ours, no near-tie.
+NEAR_TIE = 4
 
 
 @dataclass(frozen=True)
 class Flip:
-    """The first token in which an answer differs: its position in the answer and what the target thinks of both tokens."""
+    """The first token in which an answer differs: its position in the answer and what the target thinks of both tokens.
+
+    `gap` is the logit of budget 0's token minus that of the other, from one plain pass over the text so far, and `unit` what the
+    last place of the larger one is worth. `gap` is None where one answer ends and the other goes on: they share every token.
+    """
 
     prompt: str
     position: int
-    gap: float | None  # logit of budget 0's token minus that of the other, from one plain pass over the text so far;
-    # None where one answer ends and the other goes on: they share every token, so it is no near-tie
+    gap: float | None
+    unit: float = 0.0
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding explains it."""
+        return self.gap is not None and abs(self.gap) <= NEAR_TIE * self.unit
 
 
 @torch.inference_mode()
@@ -32,8 +41,10 @@ def find_flip(model: Decoder, name: str, prompt: Sequence[int], plain: Sequence[
     if position is None:
         return Flip(name, min(len(plain), len(other)), None)
     hidden, _ = model.forward_sequence(torch.tensor([*prompt, *plain[:position]], device=model.embed.device))
-    logits = model.logits(hidden[-1:]).float()[0]
-    return Flip(name, position, float(logits[plain[position]] - logits[other[position]]))
+    logits = model.logits(hidden[-1:])[0]
+    ours, theirs = float(logits[plain[position]]), float(logits[other[position]])
+    _, exponent = math.frexp(max(abs(ours), abs(theirs)))
+    return Flip(name, position, ours - theirs, math.ldexp(torch.finfo(hidden.dtype).eps, exponent - 1))
 
 
 def excused(flips: Sequence[Flip], temperature: float, dtype: torch.dtype, exact: bool) -> bool:
@@ -43,7 +54,7 @@ def excused(flips: Sequence[Flip], temperature: float, dtype: torch.dtype, exact
     """
     if exact or dtype == torch.float32:
         return not flips
-    return temperature > 0 or all(_size(flip) <= GAP_LIMIT[dtype] for flip in flips)
+    return temperature > 0 or all(flip.near_tie for flip in flips)
 
 
 def largest_gap(flips: Sequence[Flip], temperature: float) -> str:
