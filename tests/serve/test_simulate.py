@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from jetflow_core.engine import Engine, EngineConfig
 from jetflow_core.llm import LLM
+from jetflow_core.weights import open_head
 from jetflow_serve import calibrate, choice, cli, simulate, validation
 from jetflow_serve.calibrate import Calibration, StepTime, fit, non_negative_fit
+from jetflow_serve.demo import demo_head
 from jetflow_serve.devices import GPUS, Gpu, Measured, find_device, save_profile, step_seconds
 from jetflow_serve.shapes import SHAPES, HeadShape, Shape, named_shape, read_shape, shape_of
 from jetflow_serve.simulate import Acceptance, acceptance, choose_budgets, predict, select
@@ -464,7 +466,11 @@ def test_the_demo_is_the_default_and_lookup_runs_no_head(tmp_path: Path, capsys:
     status, out, _ = run(capsys, "--simulate", str(path), "--method", "head", "--budgets", "8", "--host-ms", "0.5")
     assert status == 0
     assert "SmolLM2-135M-Instruct on H200" in out
-    assert "Head: 3 layers, blocks of 10, draft vocabulary of 8,192, pairwise conditioning of width 256." in out
+    shipped = demo_head()
+    assert shipped is not None
+    head = open_head(shipped)[0]
+    assert f"Head: {head.num_layers} layers, blocks of {head.block_size}, draft vocabulary of 8,192" in out
+    assert f"pairwise conditioning of width {head.pairwise_size}." in out
     assert "Added host time: 0.5 ms a step." in out
     status, out, _ = run(capsys, "--simulate", str(path), "--method", "copies", "--shape", "qwen3-8b")
     assert status == 0
