@@ -210,7 +210,7 @@ def announcement(choice: ModelChoice, url: str, with_key: bool) -> str:
     """What a user reads once the server is up."""
     speed = f"budget {choice.budget}, {choice.drafts_by}" if choice.budget else "budget 0: no speculation"
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
     lines = [
         *([f"note: {choice.note}"] if choice.note else []),
         f"JetFlow serves {choice.name} at {url} ({speed}). Ctrl-C stops it. Try:",
