@@ -303,12 +303,18 @@ def test_a_head_is_trained_on(tmp_path: Path) -> None:
     assert all(not torch.equal(p, moved[name]) for name, p in further.head.named_parameters() if name in moved)
 
 
-def test_second_order_goes_on_from_first_order_as_if_nothing_had_changed(tmp_path: Path) -> None:
+def trained_on(tmp_path: Path, **changes: object) -> tuple[Trainer, Trainer]:
+    """A training that goes on from a head with `changes`, and one that goes on from it as it is."""
     first = trainer(tmp_path, steps=3)
     first.run()
-    stored = first.output / "head"
-    second = trainer(tmp_path, steps=3, init=str(stored), pairwise_order=2, output="elsewhere")
-    same = trainer(tmp_path, steps=3, init=str(stored), output="same")
+    init = str(first.output / "head")
+    return trainer(tmp_path, steps=3, init=init, output="elsewhere", **changes), trainer(
+        tmp_path, steps=3, init=init, output="same"
+    )
+
+
+def test_second_order_goes_on_from_first_order_as_if_nothing_had_changed(tmp_path: Path) -> None:
+    second, same = trained_on(tmp_path, pairwise_order=2)
     hidden, tokens = torch.randn(4, 32), torch.arange(4)
     assert torch.equal(
         second.head.condition(hidden, tokens, tokens + 9), same.head.condition(hidden, tokens, tokens + 20)
@@ -320,11 +326,7 @@ def test_second_order_goes_on_from_first_order_as_if_nothing_had_changed(tmp_pat
 
 
 def test_wider_conditioning_goes_on_from_a_narrower_one_as_if_nothing_had_changed(tmp_path: Path) -> None:
-    first = trainer(tmp_path, steps=3)
-    first.run()
-    stored = first.output / "head"
-    wider = trainer(tmp_path, steps=3, init=str(stored), pairwise_size=13, output="elsewhere")
-    same = trainer(tmp_path, steps=3, init=str(stored), output="same")
+    wider, same = trained_on(tmp_path, pairwise_size=13)
     hidden, tokens = torch.randn(4, 32), torch.arange(4)
     corrected = same.head.condition(hidden, tokens, tokens + 20)
     assert not torch.equal(corrected, hidden)
